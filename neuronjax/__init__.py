@@ -1,0 +1,1 @@
+"""The Neuron compiler's macro kernels as differentiable JAX primitives."""

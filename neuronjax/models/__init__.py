@@ -1,0 +1,1 @@
+"""Decoders built from `neuronjax.nn`, their checkpoints and their text."""

@@ -1,0 +1,1 @@
+"""Flax NNX layers, exact twins of the public functions."""

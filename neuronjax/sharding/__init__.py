@@ -1,0 +1,1 @@
+"""Meshes, and what each family may split over them."""

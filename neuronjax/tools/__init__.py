@@ -1,0 +1,1 @@
+"""The `neuronjax` command and what it is made of."""
