@@ -1,0 +1,3 @@
+"""Checkpoints as arrays under Hugging Face names: GGUF files, safetensors folders."""
+
+from neuronjax.models.checkpoint.read import read_checkpoint as read_checkpoint
