@@ -1,0 +1,346 @@
+"""The gated feed-forward block, forwards and backwards, over rows and over tiles.
+
+    x0 = hidden + fused_add                       (prologue)
+    x  = norm(x0)
+    g  = clamp(x @ gate_w + gate_b);  u = clamp(x @ up_w + up_b)
+    y  = (act(g) * u) @ down_w + down_b + residual            (epilogue)
+
+Shazeer 2020, GLU Variants Improve Transformer, equation 5,
+https://arxiv.org/abs/2002.05202. The mathematics is written once; `Rows` and `Tiles`
+say where the features of an array lie.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from neuronjax.kernels.activation import activation, activation_grad
+from neuronjax.kernels.feature import LAST, TILE, per_feature, sum_rows, wide
+from neuronjax.kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
+from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
+from neuronjax.kernels.shard_common import accumulator, contract
+
+Vector = Float[Array, "..."]
+
+
+class Options(NamedTuple):
+    """The config bag of the macro `MLP`."""
+
+    activation: str = "SiLU"
+    norm: str = "none"
+    eps: float = 1e-6
+    skip_gate: bool = False
+    gate_clamp_upper_limit: float | None = None
+    gate_clamp_lower_limit: float | None = None
+    up_clamp_upper_limit: float | None = None
+    up_clamp_lower_limit: float | None = None
+    fused_add: str = "none"
+    store_fused_add: bool = False
+    out_dtype: str | None = None
+
+    @property
+    def gate_limits(self) -> tuple[float | None, float | None]:
+        return self.gate_clamp_lower_limit, self.gate_clamp_upper_limit
+
+    @property
+    def up_limits(self) -> tuple[float | None, float | None]:
+        return self.up_clamp_lower_limit, self.up_clamp_upper_limit
+
+
+class Operands(NamedTuple):
+    """The operands of the macro `MLP`, in order. An absent option is None."""
+
+    hidden: jax.Array
+    gate_w: jax.Array | None
+    up_w: jax.Array
+    down_w: jax.Array
+    gamma: jax.Array | None = None
+    beta: jax.Array | None = None
+    gate_b: jax.Array | None = None
+    up_b: jax.Array | None = None
+    down_b: jax.Array | None = None
+    addend: jax.Array | None = None
+    residual: jax.Array | None = None
+
+
+class Rows:
+    """Features on the last axis; a weight is `[in, out]`."""
+
+    axes = LAST
+
+    @staticmethod
+    def project(x: jax.Array, w: jax.Array, _: tuple[int, ...]) -> jax.Array:
+        return _dot(x, w, (x.ndim - 1, 0))
+
+    @staticmethod
+    def project_back(y: jax.Array, w: jax.Array) -> jax.Array:
+        return _dot(y, w, (y.ndim - 1, 1))
+
+    @staticmethod
+    def weight_grad(x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
+        rows = "abcdefg"[: x.ndim - 1]
+        x, dy = _alike(x, dy)
+        return contract(f"{rows}x,{rows}y->xy", x, dy, like=w).astype(w.dtype)
+
+    @staticmethod
+    def width(w: jax.Array) -> tuple[int, ...]:
+        return w.shape[:1]
+
+
+class Tiles:
+    """Features as `n = p*C + c` on the two leading axes; a weight is `[p, c, out]`.
+
+    A weight's output axis is split into the partitions and chunks of what it yields, so
+    no activation is ever put together again.
+    """
+
+    axes = TILE
+
+    @staticmethod
+    def project(x: jax.Array, w: jax.Array, width: tuple[int, ...]) -> jax.Array:
+        return _einsum("pcqd,pc...->qd...", w.reshape(*w.shape[:2], *width), x)
+
+    @staticmethod
+    def project_back(y: jax.Array, w: jax.Array) -> jax.Array:
+        split = w.reshape(*w.shape[:2], *y.shape[:2])
+        return _einsum("pcqd,qd...->pc...", split, y)
+
+    @staticmethod
+    def weight_grad(x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
+        return _einsum("pc...,qd...->pcqd", x, dy).reshape(w.shape).astype(w.dtype)
+
+    @staticmethod
+    def width(w: jax.Array) -> tuple[int, ...]:
+        return w.shape[:2]
+
+
+Layout = type[Rows] | type[Tiles]
+
+
+def _alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in one dtype: their own, or what holds them both."""
+    dtype = x.dtype if x.dtype == y.dtype else accumulator(x.dtype, y.dtype)
+    return x.astype(dtype), y.astype(dtype)
+
+
+def _dot(x: jax.Array, w: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    x, w = _alike(x, w)
+    numbers = (((contracted[0],), (contracted[1],)), ((), ()))
+    acc = accumulator(x.dtype)
+    return lax.dot_general(x, w, numbers, preferred_element_type=acc)
+
+
+def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = _alike(x, y)
+    acc = accumulator(x.dtype)
+    return jnp.einsum(spec, x, y, preferred_element_type=acc)
+
+
+def _plus(y: jax.Array, bias: jax.Array | None, axes: tuple[int, ...]) -> jax.Array:
+    return y if bias is None else y + per_feature(bias, y, axes).astype(y.dtype)
+
+
+def _clamp(x: jax.Array, limits: tuple[float | None, float | None]) -> jax.Array:
+    lower, upper = limits
+    x = x if upper is None else lax.min(x, jnp.asarray(upper, x.dtype))
+    return x if lower is None else lax.max(x, jnp.asarray(lower, x.dtype))
+
+
+def _where_inside(
+    dx: jax.Array, x: jax.Array, limits: tuple[float | None, float | None]
+) -> jax.Array:
+    """The cotangent of `_clamp`'s operand: zero outside the limits."""
+    lower, upper = limits
+    dx = dx if upper is None else jnp.where(x > upper, 0, dx)
+    return dx if lower is None else jnp.where(x < lower, 0, dx)
+
+
+def _norm(x0: jax.Array, ops: Operands, opts: Options, axes: tuple[int, ...]):
+    """The normalised input in the dtype of the products, and the norm's statistics."""
+    dtype, kwargs = ops.hidden.dtype, dict(eps=opts.eps, axes=axes)
+    if opts.norm == "none":
+        return x0.astype(dtype), ()
+    if opts.norm == "layer":
+        x, *stats = layer_norm_fwd(x0, ops.gamma, ops.beta, **kwargs, out_dtype=dtype)
+    else:
+        gamma = ops.gamma if opts.norm == "rms" else None
+        x, *stats = rms_norm_fwd(x0, gamma, **kwargs, out_dtype=dtype)
+    return x, stats
+
+
+def _norm_bwd(dx, x0, stats, ops: Operands, opts: Options, axes: tuple[int, ...]):
+    """The cotangents of the norm's input, `gamma` and `beta`."""
+    if opts.norm == "none":
+        return dx, None, None
+    if opts.norm == "layer":
+        kwargs = dict(axes=axes, out_dtype=dx.dtype)
+        return layer_norm_bwd(dx, x0, ops.gamma, ops.beta, *stats, **kwargs)
+    gamma = ops.gamma if opts.norm == "rms" else None
+    dx0, d_gamma = rms_norm_bwd(dx, x0, gamma, *stats, axes=axes, out_dtype=dx.dtype)
+    return dx0, d_gamma, None
+
+
+def _added(ops: Operands, opts: Options) -> jax.Array:
+    """The prologue's sum, not yet rounded."""
+    if opts.fused_add != "prologue":
+        return ops.hidden
+    return wide(ops.hidden) + ops.addend.astype(wide(ops.hidden).dtype)
+
+
+def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
+    x0 = _added(ops, opts)
+    x, _ = _norm(x0, ops, opts, at.axes)
+    width, dtype = at.width(ops.down_w), ops.hidden.dtype
+    up = _plus(at.project(x, ops.up_w, width), ops.up_b, at.axes)
+    clamped_up = _clamp(up, opts.up_limits)
+    if opts.skip_gate:
+        middle, stored = activation(clamped_up, opts.activation), (up,)
+    else:
+        gate = _plus(at.project(x, ops.gate_w, width), ops.gate_b, at.axes)
+        opened = activation(_clamp(gate, opts.gate_limits), opts.activation)
+        middle, stored = opened * clamped_up, (gate, up)
+    out = at.project(middle.astype(dtype), ops.down_w, ops.hidden.shape[:2])
+    out = _plus(out, ops.down_b, at.axes)
+    if opts.fused_add == "epilogue":
+        out = out + ops.residual.astype(out.dtype)
+    out_dtype = opts.out_dtype or dtype
+    added = (x0.astype(out_dtype),) if opts.store_fused_add else ()
+    return out.astype(out_dtype), *added, *(z.astype(dtype) for z in stored)
+
+
+def _middle_grads(d_middle, stored, d_stored, opts: Options):
+    """`(middle, d_gate, d_up)` from what the forward stored: no product again."""
+    *gate, up = (wide(z) for z in stored)
+    clamped_up = _clamp(up, opts.up_limits)
+    if opts.skip_gate:
+        middle, slope = activation_grad(clamped_up, opts.activation)
+        d_gate, d_up = None, d_middle * slope
+    else:
+        opened, slope = activation_grad(
+            _clamp(gate[0], opts.gate_limits), opts.activation
+        )
+        middle, d_up = opened * clamped_up, d_middle * opened
+        d_gate = _where_inside(d_middle * clamped_up * slope, gate[0], opts.gate_limits)
+        if d_stored[0] is not None:
+            d_gate = d_gate + d_stored[0].astype(d_gate.dtype)
+    d_up = _where_inside(d_up, up, opts.up_limits)
+    if d_stored[-1] is not None:
+        d_up = d_up + d_stored[-1].astype(d_up.dtype)
+    return middle, d_gate, d_up
+
+
+def _weight_grads(x, middle, d_gate, d_up, dout, ops: Operands, at: Layout) -> dict:
+    """The cotangents of weights and biases; a product's operands have its dtype."""
+    dtype = ops.hidden.dtype
+    grads = dict(
+        up_w=at.weight_grad(x, d_up.astype(dtype), ops.up_w),
+        down_w=at.weight_grad(middle.astype(dtype), dout.astype(dtype), ops.down_w),
+    )
+    if d_gate is not None:
+        grads["gate_w"] = at.weight_grad(x, d_gate.astype(dtype), ops.gate_w)
+    for key, dy in dict(gate_b=d_gate, up_b=d_up, down_b=dout).items():
+        bias = getattr(ops, key)
+        if bias is not None and dy is not None:
+            grads[key] = sum_rows(wide(dy), bias, at.axes)
+    return grads
+
+
+def _backward(
+    ops: Operands, outs: tuple, cotangents: tuple, opts: Options, at: Layout
+) -> tuple[jax.Array | None, ...]:
+    stored_at = 2 if opts.store_fused_add else 1
+    stored, d_stored = outs[stored_at:], cotangents[stored_at:]
+    dout = jnp.zeros_like(outs[0]) if cotangents[0] is None else cotangents[0]
+    dtype = ops.hidden.dtype
+    x0 = _added(ops, opts)
+    x, stats = _norm(x0, ops, opts, at.axes)
+    d_middle = at.project_back(dout.astype(dtype), ops.down_w)
+    middle, d_gate, d_up = _middle_grads(d_middle, stored, d_stored, opts)
+    grads = _weight_grads(x, middle, d_gate, d_up, dout, ops, at)
+    dx = at.project_back(d_up.astype(dtype), ops.up_w)
+    if d_gate is not None:
+        dx = dx + at.project_back(d_gate.astype(dtype), ops.gate_w)
+    dx0, grads["gamma"], grads["beta"] = _norm_bwd(dx, x0, stats, ops, opts, at.axes)
+    if opts.store_fused_add and cotangents[1] is not None:
+        dx0 = dx0 + cotangents[1].astype(dx0.dtype)
+    grads["hidden"] = dx0.astype(dtype)
+    if opts.fused_add == "prologue":
+        grads["addend"] = dx0.astype(ops.addend.dtype)
+    if opts.fused_add == "epilogue":
+        grads["residual"] = dout.astype(ops.residual.dtype)
+    return tuple(grads.get(key) for key in Operands._fields)
+
+
+def mlp_fwd(
+    hidden: Float[Array, "*batch d_model"],
+    gate_w: Float[Array, "d_model d_ff"] | None,
+    up_w: Float[Array, "d_model d_ff"],
+    down_w: Float[Array, "d_ff d_model"],
+    gamma: Vector | None = None,
+    beta: Vector | None = None,
+    gate_b: Vector | None = None,
+    up_b: Vector | None = None,
+    down_b: Vector | None = None,
+    addend: Float[Array, "*batch d_model"] | None = None,
+    residual: Float[Array, "*batch d_model"] | None = None,
+    *,
+    name: str,
+    **config,
+) -> tuple[jax.Array, ...]:
+    """Returns `out`, the prologue's sum where it is stored, then `gate` and `up`.
+
+    `gate` and `up` are the pre-activations after the bias and before the clamp, in the
+    dtype of `hidden`: all that the backward reads. Without a gate there is `up` alone.
+    Products accumulate in float32 and only a result is rounded.
+    """
+    ops = Operands(hidden, gate_w, up_w, down_w, gamma, beta, gate_b, up_b, down_b)
+    ops = ops._replace(addend=addend, residual=residual)
+    return _forward(ops, Options(**config), Rows)
+
+
+def mlp_bwd(
+    *operands: Float[Array, "..."] | None, name: str, **config
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the operands of `mlp_fwd`, in their order.
+
+    Takes those operands, the outputs, and a cotangent or None for each output.
+    """
+    return _backward(*_parts(operands), Options(**config), Rows)
+
+
+def mlp_tiled_fwd(
+    hidden: Float[Array, "p c *batch"],
+    gate_w: Float[Array, "p c d_ff"] | None,
+    up_w: Float[Array, "p c d_ff"],
+    down_w: Float[Array, "p_ff c_ff d_model"],
+    gamma: Vector | None = None,
+    beta: Vector | None = None,
+    gate_b: Vector | None = None,
+    up_b: Vector | None = None,
+    down_b: Vector | None = None,
+    addend: Float[Array, "p c *batch"] | None = None,
+    residual: Float[Array, "p c *batch"] | None = None,
+    *,
+    name: str,
+    **config,
+) -> tuple[jax.Array, ...]:
+    """`mlp_fwd` on tiles: every activation is `[partition, chunk, *batch]`."""
+    ops = Operands(hidden, gate_w, up_w, down_w, gamma, beta, gate_b, up_b, down_b)
+    ops = ops._replace(addend=addend, residual=residual)
+    return _forward(ops, Options(**config), Tiles)
+
+
+def mlp_tiled_bwd(
+    *operands: Float[Array, "..."] | None, name: str, **config
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the operands of `mlp_tiled_fwd`, as `mlp_bwd` gives them."""
+    return _backward(*_parts(operands), Options(**config), Tiles)
+
+
+def _parts(operands: tuple) -> tuple[Operands, tuple, tuple]:
+    count = len(Operands._fields)
+    half = count + (len(operands) - count) // 2
+    return Operands(*operands[:count]), operands[count:half], operands[half:]
