@@ -1,0 +1,22 @@
+"""Dtypes of mixed operands, under any promotion setting of the caller."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def promoted(*dtypes: DTypeLike) -> jnp.dtype:
+    """The dtype that holds all of `dtypes`.
+
+    `jnp.promote_types` obeys `jax_numpy_dtype_promotion` and refuses under `"strict"`.
+    Kernels name their casts, so what the caller chose for implicit ones is no concern.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
+
+
+def accumulator(*dtypes: DTypeLike) -> jnp.dtype:
+    """The dtype of sums over `dtypes`: float32, or float64 where one of them is."""
+    return promoted(jnp.float32, *dtypes)
