@@ -1,1 +1,16 @@
-"""The Neuron compiler's macro kernels as differentiable JAX primitives."""
+"""NeuronJAX: the Neuron compiler's macro kernels as differentiable JAX primitives."""
+
+from neuronjax import emit as emit
+from neuronjax.context import lowering as lowering
+from neuronjax.context import plain as plain
+from neuronjax.context import target as target
+from neuronjax.primitives.contracts import can as can
+from neuronjax.primitives.registry import resolve_kernel_config as resolve_kernel_config
+from neuronjax.primitives.rope import RoPE as RoPE
+from neuronjax.primitives.rope import rope_hf as rope_hf
+from neuronjax.primitives.tile import MemrefTile as MemrefTile
+from neuronjax.primitives.tile import (
+    is_all_io_type_memref_tile as is_all_io_type_memref_tile,
+)
+
+__version__ = "0.1.0"

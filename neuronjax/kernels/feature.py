@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from neuronjax.kernels.shard_common import accumulator
+from neuronjax.kernels.dtypes import accumulator
 
 LAST = (-1,)
 TILE = (0, 1)

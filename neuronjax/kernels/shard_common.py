@@ -1,16 +1,15 @@
 """What leaves share: casts of fresh arrays, and contractions that any mesh can type."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
+from neuronjax.kernels.dtypes import accumulator
+
 
 def varying(x: jax.Array) -> frozenset:
-    """The mesh axes over which `x` differs between devices; empty outside `shard_map`."""
+    """The mesh axes over which `x` differs; empty outside `shard_map`."""
     return frozenset(getattr(jax.typeof(x).mat, "varying", ()))
 
 
@@ -29,21 +28,13 @@ def uniform(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-def accumulator(*dtypes: np.dtype) -> np.dtype:
-    """The dtype of sums over arrays of `dtypes`: at least float32.
-
-    NumPy's lattice, because JAX's refuses to promote where promotion is strict.
-    """
-    return functools.reduce(np.promote_types, dtypes, np.dtype(np.float32))
-
-
 def contract(spec: str, *arrays: jax.Array, like: jax.Array) -> jax.Array:
     """`jnp.einsum` with wide accumulation, laid out like `like` on an explicit mesh.
 
     A weight gradient sums over the batch. When an explicit mesh splits the batch, the
     result's sharding is a choice that has to be named; elsewhere this is an einsum.
     """
-    acc = accumulator(like.dtype)
+    acc = accumulator(like.dtype, *(x.dtype for x in arrays))
     sharding = jax.typeof(like).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types
     out_sharding = sharding if explicit else None

@@ -1,0 +1,1 @@
+"""What a user calls: checks, the macro primitives and their derivatives."""

@@ -21,7 +21,8 @@ from neuronjax.kernels.activation import activation, activation_grad
 from neuronjax.kernels.feature import LAST, TILE, per_feature, sum_rows, wide
 from neuronjax.kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
-from neuronjax.kernels.shard_common import accumulator, contract
+from neuronjax.kernels.dtypes import accumulator, promoted
+from neuronjax.kernels.shard_common import contract
 
 Vector = Float[Array, "..."]
 
@@ -122,7 +123,7 @@ Layout = type[Rows] | type[Tiles]
 
 def _alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both in one dtype: their own, or what holds them both."""
-    dtype = x.dtype if x.dtype == y.dtype else accumulator(x.dtype, y.dtype)
+    dtype = promoted(x.dtype, y.dtype)
     return x.astype(dtype), y.astype(dtype)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from neuronjax.kernels.feature import wide
 from neuronjax.kernels.mlp.dense import Operands, Options
-from neuronjax.kernels.shard_common import accumulator
+from neuronjax.kernels.dtypes import accumulator
 
 ACTIVATIONS = {
     "SiLU": jax.nn.silu,

@@ -1,0 +1,24 @@
+"""The emitters, by the compiler's names: each binds one macro node and does no math.
+
+An emitter of the catalog whose macro is not built yet is here too, and refuses.
+"""
+
+from neuronjax.primitives.registry import CATALOG, resolve_family
+from neuronjax.primitives.rope import rope_kernel as rope_kernel
+
+
+def __getattr__(attribute: str):
+    """The emitter of a NAME that is not built: it says so when called."""
+    for entry in CATALOG.values():
+        if entry.emitter == attribute:
+            return _refusing(attribute, entry.name)
+    raise AttributeError(f"module 'neuronjax.emit' has no attribute {attribute!r}")
+
+
+def _refusing(emitter: str, name: str):
+    def refuse(*args, **kwargs):
+        """Refuses: the macro is in the catalog but not built yet."""
+        resolve_family(name)
+
+    refuse.__name__ = refuse.__qualname__ = emitter
+    return refuse

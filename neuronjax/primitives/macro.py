@@ -1,0 +1,341 @@
+"""The macro primitive: one class, every transformation. It knows no family.
+
+A family of macros is one JAX primitive. The NAME is a static parameter that abstract
+evaluation, lowering and batching all read, so the tiled/untiled split lives in the
+rules.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from neuronjax.context import settings
+from neuronjax.kernels.shard_common import uniform
+from neuronjax.primitives import registry
+from neuronjax.primitives.contracts import FOREIGN_NAME
+
+Outputs = tuple[str, ...] | Callable[..., tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Small operands of one NAME, from which the transformation table is generated.
+
+    Attributes:
+        operands: what the family is called with (pytrees; `None` for an absent option).
+        config: the config bag.
+        split: for each array of `operands`, in order, the axis that a batch-parallel
+            mesh may split, or `None` for one that every device holds whole.
+        out_split: the same for each output.
+    """
+
+    operands: tuple[Any, ...]
+    config: Mapping[str, Any]
+    split: tuple[int | None, ...]
+    out_split: tuple[int | None, ...]
+
+
+class MacroFamily:
+    """One primitive per family of macros.
+
+    Three rules carry the design:
+
+    - batching binds the same NAME again, one level of `axes` deeper: a mapped macro is
+      one macro;
+    - differentiation emits the macro plus `tangent_p`, linear in its last operands,
+      which are the tangents of the operands `wrt`. Forward mode evaluates it, reverse
+      mode transposes it into the backward macro;
+    - abstract evaluation traces the jitted leaf, so types cannot drift from the math,
+      and the 30th identical layer is a look-up.
+
+    Args:
+        family: the primitive's name, and the first part of the checkpoint names
+            `<family>_<output>`.
+        names: the NAMEs it answers to; any other is refused.
+        leaf: `leaf(*operands, name, **config)` returns a tuple of arrays.
+        plain: the same signature, written straight from the equations; what runs under
+            `neuronjax.plain()`.
+        outputs: a name for each output of the leaf, or a function of the config that
+            gives them.
+        backward: `backward(operands, outs, cotangents, name, **config)` returns one
+            gradient per operand (`None` for an integer or absent one) and emits the
+            backward macro. A cotangent is `None` where nothing used that output; that
+            of EVERY output counts, or second order is silently wrong. Without
+            `backward`, the leaf's own vjp is taken.
+        static: the leaf with static loop bounds, for the one place where a leaf itself
+        is
+            transposed: grad of grad.
+        guard: the NAMEs that the refusal of a foreign one lists.
+        example: `example(name, dtype, batch)` gives an `Example`.
+        refuses: transformation -> why this family refuses it.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        names: Sequence[str],
+        leaf: Callable[..., tuple],
+        *,
+        plain: Callable[..., tuple],
+        outputs: Outputs,
+        example: Callable[[str, Any, int], Example],
+        backward: Callable[..., tuple] | None = None,
+        static: Callable[..., tuple] | None = None,
+        guard: Sequence[str] = (),
+        refuses: Mapping[str, str] | None = None,
+    ):
+        self.family, self.names, self.guard = family, tuple(names), guard or names
+        self.leaf, self.static, self.plain = leaf, static or leaf, plain
+        self.outputs, self.backward = outputs, backward
+        self.example, self.refuses = example, dict(refuses or {})
+        self._fun = functools.cache(self._build_fun)
+        self._tangent_fun = functools.cache(self._build_tangent_fun)
+        self.macro_p = Primitive(family)
+        self.tangent_p = Primitive(f"{family}_tangent")
+        self._define(self.macro_p, self._fun, self._jvp)
+        self._define(self.tangent_p, self._tangent_fun, self._tangent_jvp)
+        self.macro_p.def_abstract_eval(self._abstract_eval)
+        self.tangent_p.def_abstract_eval(self._tangent_abstract_eval)
+        ad.primitive_transposes[self.tangent_p] = self._transpose
+        registry.declare(self)
+
+    def _define(self, p: Primitive, fun: Callable, jvp: Callable) -> None:
+        p.multiple_results = True
+        # A cached jit: a fresh one would trace again at every eager call.
+        p.def_impl(lambda *operands, **params: fun(**params)(*operands))
+        batching.fancy_primitive_batchers[p] = functools.partial(self._batch, p)
+        ad.primitive_jvps[p] = jvp
+        mlir.register_lowering(p, functools.partial(self._lower, fun))
+
+    def __call__(self, *operands: Any, name: str, **config: Any) -> tuple:
+        """Binds the macro NAME; returns the leaf's outputs."""
+        self._require_own(name)
+        for key, value in config.items():
+            _require_static(name, key, value)
+        if settings().plain:
+            return tuple(self.plain(*operands, name=name, **config))
+        leaves, tree = jax.tree.flatten(operands)
+        leaves = uniform(*map(jnp.asarray, leaves))
+        bag = tuple(sorted(config.items()))
+        return tuple(
+            self.macro_p.bind(*leaves, name=name, config=bag, tree=tree, axes=())
+        )
+
+    def output_names(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """The checkpoint names of the outputs that a config gives."""
+        names = self.outputs(**config) if callable(self.outputs) else self.outputs
+        return tuple(f"{self.family}_{name}" for name in names)
+
+    def _require_own(self, name: str) -> None:
+        if name not in self.names:
+            expected = " or ".join(self.guard)
+            raise ValueError(FOREIGN_NAME.format(expected=expected, name=name))
+
+    def _build_fun(self, *, name, config, tree, axes):
+        """The jitted math: flat operands to a list of outputs, under the NAME."""
+        self._require_own(name)
+
+        def fun(*leaves):
+            return list(
+                self.leaf(*jax.tree.unflatten(tree, leaves), name=name, **dict(config))
+            )
+
+        return _jit(fun, name, axes)
+
+    def _build_tangent_fun(self, *, wrt, name, config, tree, axes, static=False):
+        """The leaf's derivative: (operands, outputs, tangents) to output tangents."""
+        self._require_own(name)
+        leaf, n = self.static if static else self.leaf, tree.num_leaves
+
+        def fun(*operands):
+            # The outputs between operands and tangents are there for the transpose.
+            live = _floats_of(leaf, wrt, operands[:n], tree, name=name, **dict(config))
+            tangents = operands[len(operands) - len(wrt) :]
+            return jax.jvp(live, [operands[i] for i in wrt], list(tangents))[1]
+
+        return _jit(fun, f"{name}_tangent", axes)
+
+    def _abstract_eval(self, *avals, **params):
+        return list(self._fun(**params).trace(*avals).out_avals)
+
+    def _tangent_abstract_eval(self, *avals, wrt, tree, **_):
+        outs = avals[tree.num_leaves : len(avals) - len(wrt)]
+        return [out.to_tangent_aval() for out in outs if _is_float(out)]
+
+    def _lower(self, fun, ctx, *operands, **params):
+        call = fun(**params)
+        if settings().route == "composite" and "wrt" not in params:
+            call = _composite(call, ctx, params)
+        return mlir.lower_fun(call)(ctx, *operands)
+
+    def _batch(self, p, axis, operands, dims, *, tree, axes, **params):
+        operands, dims = list(operands), list(dims)
+        mapped = any(dim is not None for dim in dims)
+        if mapped:
+            # Outputs that a tangent holds are mapped alike, whatever the operands are.
+            last = len(operands) - len(params.get("wrt", ()))
+            for i in range(tree.num_leaves, last):
+                operands[i] = batching.bdim_at_front(operands[i], dims[i], axis.size)
+                dims[i] = 0
+            name = axis.name if isinstance(axis.name, str) else None
+            axes = ((tuple(dims), name), *axes)
+        outs = p.bind(*operands, tree=tree, axes=axes, **params)
+        return outs, [0 if mapped else None] * len(outs)
+
+    def _jvp(self, primals, tangents, *, axes, **params):
+        outs = self.macro_p.bind(*primals, axes=axes, **params)
+        # Named before the tangent takes them: named any later, remat would run the
+        # forward macro again.
+        names = self.output_names(dict(params["config"]))
+        outs = [checkpoint_name(out, n) for out, n in zip(outs, names, strict=True)]
+        wrt = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+        axes = tuple(
+            ((*dims, *[0] * len(outs), *[dims[i] for i in wrt]), axis)
+            for dims, axis in axes
+        )
+        live = [tangents[i] for i in wrt]
+        dots = self.tangent_p.bind(*primals, *outs, *live, wrt=wrt, axes=axes, **params)
+        dots = iter(dots)
+        return outs, [next(dots) if _is_float(out) else _zero(out) for out in outs]
+
+    def _tangent_jvp(self, operands, tangents, *, wrt, tree, **params):
+        m, params = len(operands) - len(wrt), dict(params, wrt=wrt, tree=tree)
+        outs = self.tangent_p.bind(*operands, **params)
+        terms = [[_zero(out) for out in outs]]
+        if not all(isinstance(t, ad.Zero) for t in tangents[m:]):
+            # Linear there: the same primitive again, so still the backward macro.
+            moving = map(ad.instantiate_zeros, tangents[m:])
+            terms.append(self.tangent_p.bind(*operands[:m], *moving, **params))
+        moved = [
+            i for i in range(tree.num_leaves) if not isinstance(tangents[i], ad.Zero)
+        ]
+        if moved:
+            # This may be pushed forward or transposed: the static form can do both.
+            def fun(*live):
+                tangent = self._tangent_fun(**params, static=True)
+                return tangent(*_replace(operands, moved, live))
+
+            primals, dots = zip(
+                *((operands[i], tangents[i]) for i in moved), strict=True
+            )
+            terms.append(jax.jvp(fun, primals, dots)[1])
+        return outs, [
+            functools.reduce(ad.add_tangents, dots) for dots in zip(*terms, strict=True)
+        ]
+
+    def _transpose(self, cotangents, *operands, wrt, name, config, tree, axes):
+        n, m = tree.num_leaves, len(operands) - len(wrt)
+        used = iter([None if isinstance(c, ad.Zero) else c for c in cotangents])
+        cotangents = [next(used) if _is_float(out) else None for out in operands[n:m]]
+
+        def gradients(primals, outs, cotangents):
+            pull = self._own_vjp if self.backward is None else self._emit_backward
+            grads = pull(primals, outs, cotangents, wrt, tree, name, dict(config))
+            casts = [
+                g.astype(primals[i].dtype) for i, g in zip(wrt, grads, strict=True)
+            ]
+            return [uniform(g, primals[i])[0] for i, g in zip(wrt, casts, strict=True)]
+
+        for dims, axis_name in reversed(axes):
+            gradients = _vmap_and_sum(
+                gradients, dims[:n], dims[n:m], dims[m:], axis_name
+            )
+        grads = gradients(list(operands[:n]), list(operands[n:m]), cotangents)
+        return [None] * m + grads
+
+    def _own_vjp(self, primals, outs, cotangents, wrt, tree, name, config):
+        live = _floats_of(self.static, wrt, primals, tree, name=name, **config)
+        seeds = [
+            jnp.zeros_like(out) if c is None else c
+            for out, c in zip(outs, cotangents, strict=True)
+            if _is_float(out)
+        ]
+        _, pull = jax.vjp(live, *[primals[i] for i in wrt])
+        return pull(uniform(*seeds, *primals)[: len(seeds)])
+
+    def _emit_backward(self, primals, outs, cotangents, wrt, tree, name, config):
+        operands = jax.tree.unflatten(tree, primals)
+        grads = self.backward(operands, outs, cotangents, name=name, **config)
+        grads = tree.flatten_up_to(tuple(grads))
+        return [grads[i] for i in wrt]
+
+
+def _is_float(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _zero(x) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _require_static(name: str, key: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"{name}: {key} must be a hashable Python value (arrays are operands, not "
+            f"settings), got {type(value).__name__}"
+        ) from None
+
+
+def _jit(fun, name, axes):
+    for dims, axis_name in reversed(axes):  # the first level was mapped last
+        fun = jax.vmap(fun, dims, axis_name=axis_name)
+    fun.__name__ = fun.__qualname__ = name
+    return jax.jit(fun)
+
+
+def _replace(operands, where, values):
+    new = dict(zip(where, values, strict=True))
+    return [new.get(i, x) for i, x in enumerate(operands)]
+
+
+def _floats_of(leaf, wrt, primals, tree, **config):
+    """The leaf's float outputs as a function of the operands `wrt` alone."""
+
+    def fun(*live):
+        outs = leaf(*jax.tree.unflatten(tree, _replace(primals, wrt, live)), **config)
+        return [out for out in outs if _is_float(out)]
+
+    return fun
+
+
+def _vmap_and_sum(gradients, primal_axes, out_axes, grad_axes, axis_name):
+    """Maps a backward over an axis; sums gradients of operands not mapped there."""
+    dims = (list(primal_axes), list(out_axes), 0)
+    fun = jax.vmap(gradients, dims, axis_name=axis_name)
+
+    def place(grad, axis):
+        return grad.sum(0) if axis is None else jnp.moveaxis(grad, 0, axis)
+
+    return lambda *args: list(map(place, fun(*args), grad_axes))
+
+
+def _composite(call, ctx, params):
+    if ctx.dim_var_values:  # a decomposition cannot receive them
+        raise NotImplementedError(
+            f"{params['name']}: the composite route needs fixed sizes and one "
+            "platform: export once for each, or use the inline route."
+        )
+    bag = dict(params["config"])
+    if params["axes"]:
+        bag["vmap_axes"] = tuple(dims for dims, _ in params["axes"])
+    attributes = {key: _attribute(value) for key, value in bag.items()}
+    name = f"neuron.{params['name']}"
+    composite = lax.composite(lambda *a, **_: call(*a), name=name, version=1)
+    return functools.partial(composite, **attributes)
+
+
+def _attribute(value):
+    """StableHLO knows no None, and JAX drops one silently: it is spelled out."""
+    if isinstance(value, tuple):
+        return tuple(map(_attribute, value))
+    return "none" if value is None else value

@@ -1,0 +1,202 @@
+"""The catalog: every macro NAME, its leaf, its lowering twin, whether it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neuronjax.primitives.macro import MacroFamily
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One NAME of the catalog.
+
+    Attributes:
+        name: the macro NAME.
+        leaf: the module that holds its math.
+        twin: `"bespoke"` or `"generic"`: how the vendor's lowering side treats it.
+        emitter: the function of `neuronjax.emit` that emits it; empty for backward
+            macros, which differentiation emits.
+        tiled: True when it takes tiles, False when tensors, None when one NAME takes
+        both.
+    """
+
+    name: str
+    leaf: str
+    twin: str
+    emitter: str = ""
+    tiled: bool | None = False
+
+
+def _rows(leaf: str, twin: str, emitter: str, *names: str, **kind) -> list[Entry]:
+    return [Entry(name, leaf, twin, emitter, **kind) for name in names]
+
+
+_SOURCE = [
+    *_rows(
+        "attention",
+        "bespoke",
+        "attention_kernel",
+        "AttentionMMSoftmaxMM",
+        "AttentionMMSoftmaxMMWithoutSwap",
+        "CausalAttentionMMSoftmaxMMWithoutSwap",
+        "V2AttentionMMSoftmaxMMWithoutSwap",
+        "V2CausalAttentionMMSoftmaxMMWithoutSwap",
+    ),
+    Entry(
+        "TiledNativeKernelAttention", "attention", "bespoke", "attention_kernel", True
+    ),
+    Entry("AttentionTkgFwd", "attention", "generic", "attention_tkg_fwd_kernel", None),
+    Entry("BackwardsAttention", "attention", "bespoke", "backwards_attention_kernel"),
+    Entry("AttentionTkgFwdBwd", "attention", "generic"),
+    Entry("MLP", "mlp", "bespoke", "mlp_kernel"),
+    Entry("TiledNativeKernelMLP", "mlp", "bespoke", "mlp_kernel", True),
+    Entry("QKV", "qkv", "bespoke", "qkv_kernel"),
+    Entry("TiledNativeKernelQKV", "qkv", "bespoke", "qkv_kernel", True),
+    Entry("RMSNormQuant", "rmsnorm", "bespoke", "rmsnorm_quant_kernel"),
+    Entry(
+        "TiledNativeKernelRMSNormQuant",
+        "rmsnorm",
+        "bespoke",
+        "rmsnorm_quant_kernel",
+        True,
+    ),
+    Entry("RouterTopK", "router_topk", "generic", "router_topk_kernel", None),
+    Entry("ExpertMLPs", "expert_mlps", "generic", "expert_mlps_kernel", None),
+    Entry("RowTiledMM", "hw_ubench", "generic", "row_tiled_mm_kernel", None),
+    Entry("ColumnTiledMM", "hw_ubench", "generic", "column_tiled_mm_kernel", None),
+    Entry(
+        "CaymanPackedPETranspose",
+        "hw_ubench",
+        "generic",
+        "packed_cayman_pe_tp_kernel",
+        None,
+    ),
+    Entry("NeuronReduceMacro", "reduce", "bespoke", "neuron_reduce_macro_kernel"),
+    Entry("BIRKernel", "any registered leaf", "generic", "bir_kernel"),
+    Entry("BlockwiseMM", "blockwise_mm", "generic", "blockwise_mm_kernel"),
+    Entry(
+        "CollectiveMatmul", "collective_matmul", "generic", "collective_matmul_kernel"
+    ),
+    Entry(
+        "MatmulReduceScatter",
+        "collective_matmul",
+        "generic",
+        "matmul_reduce_scatter_kernel",
+    ),
+    Entry(
+        "FineGrainedAllGather",
+        "collective_matmul",
+        "generic",
+        "fine_grained_all_gather_kernel",
+    ),
+    Entry(
+        "FineGrainedReduceScatter",
+        "collective_matmul",
+        "generic",
+        "fine_grained_reduce_scatter_kernel",
+    ),
+    Entry("SB2SBAllGather", "collective_matmul", "generic", "sb2sb_all_gather_kernel"),
+    Entry("AttentionBlockTkg", "attention", "generic", "attention_block_tkg_kernel"),
+    Entry("TopKReduce", "router_topk", "generic", "top_k_reduce_kernel"),
+    Entry("Conv1D", "conv", "generic", "conv1d_kernel"),
+    Entry("DepthwiseConv1D", "conv", "generic", "depthwise_conv1d_kernel"),
+    Entry("CrossEntropyFwd", "cross_entropy", "generic", "cross_entropy_fwd_kernel"),
+    Entry("CrossEntropyBwd", "cross_entropy", "generic", "cross_entropy_bwd_kernel"),
+    Entry("CumSum", "cumsum", "generic", "cum_sum_kernel"),
+    Entry("RoPE", "RoPE", "generic", "rope_kernel"),
+    Entry(
+        "OutputProjection", "output_projection", "generic", "output_projection_kernel"
+    ),
+    Entry("Transpose", "transpose", "generic", "transpose_kernel"),
+    Entry("FusedLinear", "fused_linear", "generic", "fused_linear_kernel"),
+    Entry(
+        "Llama3Transformer",
+        "llama3_transformer",
+        "generic",
+        "llama3_transformer_kernel",
+    ),
+    Entry("MLPBwd", "mlp", "generic"),
+    Entry("QKVBwd", "qkv", "generic"),
+    Entry("OutputProjectionBwd", "output_projection", "generic"),
+    Entry("RoPEBwd", "RoPE", "generic"),
+    Entry("NeuronReduceMacroBwd", "reduce", "generic"),
+    Entry("BlockwiseMMBwd", "blockwise_mm", "generic"),
+    Entry("Conv1DBwd", "conv", "generic"),
+    Entry("DepthwiseConv1DBwd", "conv", "generic"),
+]
+
+CATALOG = {entry.name: entry for entry in _SOURCE}
+
+ALIASES = {"MLPKernel": "MLP", "RMSNormQuantKernel": "RMSNormQuant"}
+
+# Keyed by kernel_name: the prefix-caching leaf serves these attention NAMEs.
+PREFIX_CACHING_NAMES = (
+    "AttentionMMSoftmaxMMWithoutSwap",
+    "CausalAttentionMMSoftmaxMMWithoutSwap",
+    "V2AttentionMMSoftmaxMMWithoutSwap",
+    "V2CausalAttentionMMSoftmaxMMWithoutSwap",
+)
+
+FAMILIES: dict[str, MacroFamily] = {}
+_BUILT: dict[str, MacroFamily] = {}
+
+
+def declare(family: MacroFamily) -> None:
+    """Enters a family under its NAMEs; one outside the catalog is a fault of ours."""
+    for name in family.names:
+        if name not in CATALOG:
+            raise KeyError(f"{family.family} declares {name}, which the catalog lacks")
+        _BUILT[name] = family
+    FAMILIES[family.family] = family
+
+
+def is_built(name: str) -> bool:
+    """Whether the macro NAME can be emitted today."""
+    return ALIASES.get(name, name) in _BUILT
+
+
+def resolve_kernel_config(name: str) -> Entry:
+    """Finds the catalog entry of a macro NAME.
+
+    Args:
+        name: a NAME of the catalog, or one of its aliases.
+
+    Returns:
+        The entry: leaf, lowering twin, emitter.
+
+    Raises:
+        ValueError: no such NAME; the message lists near matches.
+
+    Example:
+        >>> resolve_kernel_config("MLPKernel").leaf
+        'mlp'
+    """
+    entry = CATALOG.get(ALIASES.get(name, name))
+    if entry is None:
+        near = difflib.get_close_matches(name, [*CATALOG, *ALIASES], n=3, cutoff=0.5)
+        hint = f"; near matches: {', '.join(near)}" if near else ""
+        raise ValueError(
+            f"resolve_kernel_config: name must be a macro NAME of the catalog, "
+            f"got {name!r}{hint}"
+        )
+    return entry
+
+
+def resolve_family(name: str) -> MacroFamily:
+    """The family that traces the leaf of NAME.
+
+    Raises:
+        ValueError: no such NAME.
+        NotImplementedError: the catalog has the NAME, but it is not built yet.
+    """
+    entry = resolve_kernel_config(name)
+    if entry.name not in _BUILT:
+        raise NotImplementedError(
+            f"{entry.name} (leaf {entry.leaf}) is in the catalog but not built yet; "
+            f"built: {', '.join(sorted(_BUILT))}"
+        )
+    return _BUILT[entry.name]

@@ -1,0 +1,116 @@
+"""One NAME as the transformation table sees it: a function of flat arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import neuronjax.emit  # noqa: F401  registers every family
+from neuronjax.kernels.dtypes import accumulator
+from neuronjax.primitives import registry
+
+NAMES = sorted(n for n in registry.CATALOG if registry.is_built(n))
+
+
+class MacroCase:
+    """The example of one NAME, as the macro and as its plain reference."""
+
+    def __init__(self, name, dtype="float32", batch=2):
+        self.name, self.family = name, registry.resolve_family(name)
+        example = self.family.example(name, jnp.dtype(dtype), batch)
+        self.flat, self.tree = jax.tree.flatten(example.operands)
+        self.config = dict(example.config)
+        self.split, self.out_split = example.split, example.out_split
+        assert len(self.split) == len(self.flat)
+        self.floats = [i for i, x in enumerate(self.flat) if is_float(x)]
+
+    def macro(self, *flat):
+        operands = jax.tree.unflatten(self.tree, flat)
+        return self.family(*operands, name=self.name, **self.config)
+
+    def plain(self, *flat):
+        operands = jax.tree.unflatten(self.tree, flat)
+        return tuple(self.family.plain(*operands, name=self.name, **self.config))
+
+    def reference(self, *flat):
+        """The plain reference, compiled: one program instead of one an operation."""
+        return jax.jit(self.plain)(*flat)
+
+    def of_floats(self, fun, flat=None):
+        """`fun` as a function of its float operands alone."""
+        flat = self.flat if flat is None else flat
+
+        def call(*floats):
+            operands = list(flat)
+            for i, x in zip(self.floats, floats, strict=True):
+                operands[i] = x
+            return fun(*operands)
+
+        return call
+
+    @property
+    def live(self):
+        return [self.flat[i] for i in self.floats]
+
+    def equations(self, fun, *args, of=None):
+        """How many equations of this family's macro `fun` traces to."""
+        jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+        return count(jaxpr, (of or self.family).macro_p)
+
+
+def count(jaxpr, primitive):
+    """Equations of `primitive`; one inside a scan counts times the scan's length."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        total += eqn.primitive is primitive
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                total += times * count(inner, primitive)
+    return total
+
+
+def is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def loss(fun):
+    """A scalar in which every finite float output has a weight of its own."""
+
+    def scalar(*args):
+        total = 0.0
+        for out in fun(*args):
+            if is_float(out):
+                wide = out.astype(accumulator(out.dtype))
+                weight = np.cos(np.arange(out.size)).reshape(out.shape)
+                seen = jnp.where(jnp.isfinite(wide), wide, 0)
+                total = total + jnp.sum(jnp.sin(seen) * weight.astype(wide.dtype))
+        return total
+
+    return scalar
+
+
+def grads(fun, n):
+    return jax.jit(jax.grad(loss(fun), tuple(range(n))))
+
+
+def error(got, wanted):
+    """The largest difference, relative to the largest wanted value."""
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    difference = np.abs(np.where(same, 0, got) - np.where(same, 0, wanted))
+    finite = np.abs(wanted[np.isfinite(wanted)])
+    return difference.max(initial=0) / max(finite.max(initial=0), 1e-3)
+
+
+def assert_close(got, wanted, tolerance=2e-5):
+    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if is_float(b):
+            assert error(a, b) <= tolerance
+        elif jnp.issubdtype(b.dtype, jnp.integer) or b.dtype == bool:
+            np.testing.assert_array_equal(a, b)

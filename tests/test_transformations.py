@@ -1,0 +1,386 @@
+"""The transformation table: every macro NAME x every transformation.
+
+A macro joins it by registering; a refusal is declared with its family. Each cell
+compares the macro with its plain reference under the same transformation.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import neuronjax
+from neuronjax.tools import tables
+from tests.macro_case import (
+    NAMES,
+    MacroCase,
+    assert_close,
+    error,
+    grads,
+    is_float,
+    loss,
+)
+
+CELLS = {}
+GRADIENT = 1e-4
+
+
+def cell(name):
+    def enter(check):
+        CELLS[name] = check
+        return check
+
+    return enter
+
+
+@cell("jit")
+def _(case):
+    assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat))
+    assert_close(case.macro(*case.flat), case.reference(*case.flat))
+
+
+@cell("plain()")
+def _(case):
+    with neuronjax.plain():
+        assert case.equations(case.macro, *case.flat) == 0
+        assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat), 0)
+
+
+@cell("grad")
+def _(case):
+    got, wanted = (
+        grads(case.of_floats(f), len(case.floats))(*case.live)
+        for f in (case.macro, case.plain)
+    )
+    assert_close(got, wanted, GRADIENT)
+
+
+@cell("jvp")
+def _(case):
+    dots = [jnp.cos(x) for x in case.live]
+    got, wanted = (
+        jax.jit(functools.partial(jax.jvp, case.of_floats(f)))(case.live, dots)
+        for f in (case.macro, case.plain)
+    )
+    assert_close(got, wanted, GRADIENT)
+
+
+@cell("hvp")
+def _(case):
+    dots = [jnp.cos(x) for x in case.live]
+    got, wanted = (
+        jax.jit(lambda a, t, f=f: jax.jvp(grads(case.of_floats(f), len(a)), a, t)[1])(
+            tuple(case.live), tuple(dots)
+        )
+        for f in (case.macro, case.plain)
+    )
+    assert_close(got, wanted, 5e-4)
+
+
+@cell("grad of grad")
+def _(case):
+    def twice(f):
+        first = grads(case.of_floats(f), len(case.floats))
+        return jax.grad(
+            lambda *a: sum(jnp.vdot(jnp.cos(x), x) for x in first(*a)),
+            tuple(range(len(case.floats))),
+        )
+
+    got, wanted = (jax.jit(twice(f))(*case.live) for f in (case.macro, case.plain))
+    assert_close(got, wanted, 5e-4)
+
+
+def _stack(x, size, axis=0):
+    if not is_float(x):
+        return jnp.stack([x] * size, axis)
+    return jnp.stack([x * (1 + i / 4) for i in range(size)], axis).astype(x.dtype)
+
+
+def _vmap(case, first, rest, size=3):
+    """vmap equals a Python loop, and the mapped macro is one macro."""
+    dims = [first] + [rest] * (len(case.flat) - 1)
+
+    def each(act):
+        pairs = zip(case.flat, dims, strict=True)
+        return [x if dim is None else act(x, dim) for x, dim in pairs]
+
+    stacked = each(lambda x, dim: _stack(x, size, dim))
+    batched = jax.vmap(case.macro, dims)
+    outs = [
+        case.reference(*each(lambda x, _, i=i: _stack(x, size)[i])) for i in range(size)
+    ]
+    wanted = [jnp.stack(column) for column in zip(*outs, strict=True)]
+    assert_close(list(jax.jit(batched)(*stacked)), wanted)
+    assert case.equations(batched, *stacked) == 1
+
+
+cell("vmap (0, 0, ..)")(lambda case: _vmap(case, 0, 0))
+cell("vmap (0, None, ..)")(lambda case: _vmap(case, 0, None))
+cell("vmap (None, 0, ..)")(lambda case: _vmap(case, None, 0))
+cell("vmap (1, 0, ..)")(lambda case: _vmap(case, 1, 0))
+cell("vmap of size 1")(lambda case: _vmap(case, 0, None, size=1))
+
+
+@cell("vmap of vmap")
+def _(case):
+    inner = jax.vmap(case.macro, [0] + [None] * (len(case.flat) - 1))
+    outer = jax.vmap(inner, [None] + [0] * (len(case.flat) - 1))
+    operands = [_stack(case.flat[0], 2), *[_stack(x, 2) for x in case.flat[1:]]]
+    assert case.equations(outer, *operands) == 1
+    plain = jax.vmap(
+        jax.vmap(case.plain, [0] + [None] * (len(case.flat) - 1)),
+        [None] + [0] * (len(case.flat) - 1),
+    )
+    assert_close(jax.jit(outer)(*operands), jax.jit(plain)(*operands))
+
+
+@cell("vmap of grad")
+def _(case):
+    stacked = [_stack(case.live[0], 3), *case.live[1:]]
+    dims = [0] + [None] * (len(case.live) - 1)
+    got, wanted = (
+        jax.jit(jax.vmap(grads(case.of_floats(f), len(case.live)), dims))(*stacked)
+        for f in (case.macro, case.plain)
+    )
+    assert_close(got, wanted, GRADIENT)
+
+
+@cell("grad of vmap")
+def _(case):
+    stacked = [_stack(case.live[0], 3), *case.live[1:]]
+    dims = [0] + [None] * (len(case.live) - 1)
+    got, wanted = (
+        jax.jit(grads(jax.vmap(case.of_floats(f), dims), len(case.live)))(*stacked)
+        for f in (case.macro, case.plain)
+    )
+    assert_close(got, wanted, GRADIENT)
+
+
+@cell("scan")
+def _(case):
+    def steps(f):
+        def run(*floats):
+            def body(total, factor):
+                moved = [x * factor.astype(x.dtype) for x in floats]
+                return total + loss(case.of_floats(f))(*moved), factor
+
+            return lax.scan(body, 0.0, jnp.array([1.0, 0.5]))[0]
+
+        return jax.value_and_grad(run, tuple(range(len(case.live))))
+
+    got, wanted = (jax.jit(steps(f))(*case.live) for f in (case.macro, case.plain))
+    assert_close(got, wanted, GRADIENT)
+
+
+@cell("remat")
+def _(case):
+    names = case.family.output_names(case.config)
+    saved = jax.checkpoint_policies.save_only_these_names(*names)
+    wanted = grads(case.of_floats(case.plain), len(case.live))(*case.live)
+    most = {saved: 1, jax.checkpoint_policies.nothing_saveable: 2}
+    for policy, limit in most.items():
+        kept = jax.checkpoint(case.of_floats(case.macro), policy=policy)
+        got = grads(kept, len(case.live))
+        times = case.equations(got, *case.live)
+        assert times == limit or (times < limit and case.family.backward is None)
+        assert_close(jax.jit(got)(*case.live), wanted, GRADIENT)
+
+
+def _spec(axis, mesh_axis="data"):
+    return P() if axis is None else P(*[None] * axis, mesh_axis)
+
+
+def _sharded(case, devices):
+    """The macro under shard_map: outputs that no axis splits are summed."""
+    mesh = jax.make_mesh(
+        (devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+    def local(*flat):
+        outs = case.macro(*flat)
+        return tuple(
+            lax.psum(out, "data") if axis is None else out
+            for out, axis in zip(outs, case.out_split, strict=True)
+        )
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(map(_spec, case.split)),
+        out_specs=tuple(map(_spec, case.out_split)),
+    )
+
+
+def _shard_map(name, devices):
+    case = MacroCase(name, batch=2 * devices)
+    sharded = _sharded(case, devices)
+    assert_close(jax.jit(sharded)(*case.flat), case.reference(*case.flat))
+    got, wanted = (
+        jax.jit(grads(case.of_floats(f), len(case.live)))(*case.live)
+        for f in (sharded, case.plain)
+    )
+    assert_close(got, wanted, GRADIENT)
+
+
+for _devices in (1, 2, 3, 5, 8):
+    cell(f"shard_map over {_devices}")(
+        lambda case, devices=_devices: _shard_map(case.name, devices)
+    )
+
+
+@cell("explicit sharding")
+def _(case):
+    mesh = jax.make_mesh(
+        (2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2]
+    )
+    wanted = case.reference(*case.flat)
+    gradient = jax.jit(grads(case.of_floats(case.plain), len(case.live)))(*case.live)
+    with jax.set_mesh(mesh):
+        flat = [
+            jax.device_put(x, NamedSharding(mesh, _spec(axis)))
+            for x, axis in zip(case.flat, case.split, strict=True)
+        ]
+        outs = jax.jit(case.macro)(*flat)
+        live = [flat[i] for i in case.floats]
+        n = len(live)
+        got = jax.jit(grads(case.of_floats(case.macro, flat), n))(*live)
+    for out, axis in zip(outs, case.out_split, strict=True):
+        if axis is not None:
+            assert jax.typeof(out).sharding.spec[axis] == "data"
+    assert_close(jax.device_get(outs), jax.device_get(wanted))
+    assert_close(jax.device_get(got), jax.device_get(gradient), GRADIENT)
+
+
+def _round_trip(fun, args, **kwargs):
+    exported = export.export(jax.jit(fun), **kwargs)(*args)
+    again = export.deserialize(exported.serialize())
+    return again, again.call
+
+
+@cell("export inline")
+def _(case):
+    platforms = ["cpu", "tpu", "cuda"]
+    saved, call = _round_trip(case.macro, case.flat, platforms=platforms)
+    assert case.name in saved.mlir_module()
+    assert_close(tuple(call(*case.flat)), case.reference(*case.flat))
+    gradient = grads(case.of_floats(case.macro), len(case.live))
+    wanted = grads(case.of_floats(case.plain), len(case.live))(*case.live)
+    _, call = _round_trip(gradient, case.live, platforms=platforms)
+    assert_close(call(*case.live), wanted, GRADIENT)
+
+
+@cell("export composite")
+def _(case):
+    with neuronjax.lowering("composite"):
+        saved, call = _round_trip(case.macro, case.flat)
+        gradient = grads(case.of_floats(case.macro), len(case.live))
+        _, pull = _round_trip(gradient, case.live)
+    assert f"neuron.{case.name}" in saved.mlir_module()
+    assert_close(tuple(call(*case.flat)), case.reference(*case.flat))
+    wanted = grads(case.of_floats(case.plain), len(case.live))(*case.live)
+    assert_close(pull(*case.live), wanted, GRADIENT)
+
+
+@cell("export, symbolic batch")
+def _(case):
+    (batch,) = export.symbolic_shape("b")
+    shapes = [
+        jax.ShapeDtypeStruct(
+            tuple(batch if i == axis else n for i, n in enumerate(x.shape)), x.dtype
+        )
+        for x, axis in zip(case.flat, case.split, strict=True)
+    ]
+    saved = export.export(jax.jit(case.macro))(*shapes)
+    call = export.deserialize(saved.serialize()).call
+    for size in (2, 3):
+        again = MacroCase(case.name, batch=size)
+        assert_close(tuple(call(*again.flat)), again.reference(*again.flat))
+
+
+@cell("bfloat16")
+def _(case):
+    """The macro errs at most twice as much as the plain bfloat16 computation."""
+    low = MacroCase(case.name, "bfloat16")
+    n = len(low.floats)
+    got, plain = low.macro(*low.flat), low.reference(*low.flat)
+    assert [x.dtype for x in got] == [x.dtype for x in plain]
+    got += grads(low.of_floats(low.macro), n)(*low.live)
+    plain += grads(low.of_floats(low.plain), n)(*low.live)
+    with jax.enable_x64(True):
+        wide = [x.astype(jnp.float64) if is_float(x) else x for x in low.flat]
+        live = [wide[i] for i in low.floats]
+        exact = low.reference(*wide) + grads(low.of_floats(low.plain, wide), n)(*live)
+    for a, b, c in zip(got, plain, exact, strict=True):
+        assert error(a, c) <= 2 * error(b, c) + 2**-8
+
+
+@cell("x64")
+def _(case):
+    with jax.enable_x64(True):
+        case = MacroCase(case.name, "float64")
+        assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat), 1e-11)
+        n = len(case.live)
+        got, wanted = (
+            grads(case.of_floats(f), n)(*case.live) for f in (case.macro, case.plain)
+        )
+        assert_close(got, wanted, 1e-10)
+        check_grads(jax.jit(loss(case.of_floats(case.macro))), case.live, 1, eps=1e-5)
+
+
+@cell("donation")
+def _(case):
+    wanted = case.reference(*case.flat)
+    copies = [jnp.copy(x) for x in case.flat]
+    donating = jax.jit(case.macro, donate_argnums=tuple(range(len(copies))))
+    assert_close(donating(*copies), wanted)
+    assert not any(x.is_deleted() for x in case.flat)
+
+
+def test_the_table_on_the_docs_page_has_these_columns():
+    assert tuple(CELLS) == tables.TRANSFORMATIONS
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("transformation", CELLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_transformation(name, transformation):
+    case = MacroCase(name)
+    reason = case.family.refuses.get(transformation)
+    if reason is None:
+        CELLS[transformation](case)
+    else:
+        with pytest.raises((NotImplementedError, ValueError, TypeError)):
+            CELLS[transformation](case)
+
+
+def test_a_foreign_name_is_refused_in_the_contract_words():
+    for name in NAMES:
+        case = MacroCase(name)
+        expected = " or ".join(case.family.guard)
+        message = f"Expected to get an {expected} but got Nonsense"
+        with pytest.raises(ValueError, match=message):
+            case.family(*case.flat, name="Nonsense")
+        with pytest.raises(ValueError, match=message):
+            case.family.macro_p.bind(
+                *case.flat, name="Nonsense", config=(), tree=case.tree, axes=()
+            )
+
+
+def test_integer_operands_get_float0_tangents():
+    """R-45."""
+    for name in NAMES:
+        case = MacroCase(name)
+        _, pull = jax.vjp(case.macro, *case.flat)
+        outs = case.macro(*case.flat)
+        seeds = tuple(
+            jnp.ones_like(o) if is_float(o) else np.zeros(o.shape, jax.dtypes.float0)
+            for o in outs
+        )
+        for x, cotangent in zip(case.flat, pull(seeds), strict=True):
+            assert is_float(x) or cotangent.dtype == jax.dtypes.float0
