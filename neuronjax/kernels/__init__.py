@@ -1,0 +1,1 @@
+"""The arithmetic of each leaf on one device, in `jax.lax`."""

@@ -1,0 +1,238 @@
+"""One greedy decode step of a Llama of 135M parameters, batch 1, context 256.
+
+The shapes are those of SmolLM2-135M with a tied embedding; the weights are random. Each
+step writes its token to the cache's last slot, so that every step does the same work.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.workload import Case, Side, Target, Work, Workload, jax_compile
+
+CASES = {
+    "context256_float32": {
+        "layers": 30,
+        "d_model": 576,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "d_ff": 1536,
+        "vocab": 49152,
+        "context": 256,
+        "rope_theta": 1e4,
+        "eps": 1e-5,
+    }
+}
+
+
+def _weight_shapes(case: Case) -> dict[str, tuple[int, int]]:
+    """`[d_out, d_in]` of each projection of one layer, as PyTorch stores them."""
+    q_width = case["num_heads"] * case["head_dim"]
+    kv_width = case["num_kv_heads"] * case["head_dim"]
+    d_model, d_ff = case["d_model"], case["d_ff"]
+    return {
+        "q": (q_width, d_model),
+        "k": (kv_width, d_model),
+        "v": (kv_width, d_model),
+        "o": (d_model, q_width),
+        "gate": (d_ff, d_model),
+        "up": (d_ff, d_model),
+        "down": (d_model, d_ff),
+    }
+
+
+def ideal(case: Case) -> dict[str, float]:
+    """Reads every weight and the cache once."""
+    layer = sum(math.prod(shape) for shape in _weight_shapes(case).values())
+    weights = case["vocab"] * case["d_model"] + case["layers"] * layer
+    cache = 2 * math.prod(_cache_shape(case))
+    return {"flops": 2.0 * weights, "bytes": 4.0 * (weights + cache)}
+
+
+def _cache_shape(case: Case) -> tuple[int, ...]:
+    return (case["layers"], case["num_kv_heads"], case["context"], case["head_dim"])
+
+
+def _inputs(case: Case) -> tuple[dict[str, Any], Any, Any, Any]:
+    """Stacked weights `[layers, d_out, d_in]`, the embedding, key and value caches."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(0.03)
+
+    shapes = _weight_shapes(case)
+    weights = {name: draw(case["layers"], *shape) for name, shape in shapes.items()}
+    embedding = draw(case["vocab"], case["d_model"])
+    return weights, embedding, draw(*_cache_shape(case)), draw(*_cache_shape(case))
+
+
+def _jnp_layer(case: Case, x, weights, k_cache, v_cache, position):
+    """One layer from the equations; `x` is `[1, d_model]`."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    def project(name, x):
+        return lax.dot_general(x, weights[name], (((1,), (1,)), ((), ())))
+
+    heads = (-1, case["head_dim"])
+    h = _rms(case, x)
+    q = _rotate(case, project("q", h).reshape(heads), position)
+    k = _rotate(case, project("k", h).reshape(heads), position)
+    v = project("v", h).reshape(heads)
+    k_cache = lax.dynamic_update_slice(k_cache, k[:, None], (0, position, 0))
+    v_cache = lax.dynamic_update_slice(v_cache, v[:, None], (0, position, 0))
+    grouped = q.reshape(case["num_kv_heads"], -1, case["head_dim"])
+    scores = jnp.einsum("kgd,kcd->kgc", grouped, k_cache) * case["head_dim"] ** -0.5
+    scores = jnp.where(jnp.arange(case["context"]) <= position, scores, -jnp.inf)
+    mixed = jnp.einsum("kgc,kcd->kgd", jax.nn.softmax(scores, -1), v_cache)
+    x = x + project("o", mixed.reshape(1, -1))
+    h = _rms(case, x)
+    x = x + project("down", jax.nn.silu(project("gate", h)) * project("up", h))
+    return x, k_cache, v_cache
+
+
+def _rms(case: Case, x):
+    from jax import lax
+
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + case["eps"])
+
+
+def _rotate(case: Case, x, position):
+    import jax.numpy as jnp
+
+    half = case["head_dim"] // 2
+    angles = position * case["rope_theta"] ** (-jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _jnp_scan(case: Case, weights, x, k_cache, v_cache, position):
+    from jax import lax
+
+    def body(x, layer):
+        x, k, v = _jnp_layer(case, x, *layer, position)
+        return x, (k, v)
+
+    x, (k_cache, v_cache) = lax.scan(body, x, (weights, k_cache, v_cache))
+    return x, k_cache, v_cache
+
+
+def _jnp_unrolled(case: Case, weights, x, k_cache, v_cache, position):
+    """Weights are a list of layers: slices of stacked weights would be copied."""
+    for i, layer in enumerate(weights):
+        x, k, v = _jnp_layer(case, x, layer, k_cache[i], v_cache[i], position)
+        k_cache, v_cache = k_cache.at[i].set(k), v_cache.at[i].set(v)
+    return x, k_cache, v_cache
+
+
+def _jnp(layers: Callable, *, stacked: bool) -> Callable[[Case], Work]:
+    def build(case: Case) -> Work:
+        import jax
+        import jax.numpy as jnp
+        from jax import lax
+
+        weights, embedding, k_cache, v_cache = jax.tree.map(jnp.array, _inputs(case))
+        if not stacked:
+            unstack = range(case["layers"])
+            weights = [{n: w[i] + 0 for n, w in weights.items()} for i in unstack]
+
+        def step(weights, embedding, k_cache, v_cache, token, position):
+            x = embedding[token][None]
+            x, k_cache, v_cache = layers(case, weights, x, k_cache, v_cache, position)
+            dimensions = (((1,), (1,)), ((), ()))
+            logits = lax.dot_general(_rms(case, x), embedding, dimensions)
+            return jnp.argmax(logits, -1), logits, k_cache, v_cache
+
+        token, position = jnp.int32(7), jnp.int32(case["context"] - 1)
+        jitted = jax.jit(step, donate_argnums=(2, 3))
+        args = (weights, embedding, k_cache, v_cache, token, position)
+        compiled, facts = jax_compile(jitted, *args)
+        cache = [k_cache, v_cache]
+
+        def run():
+            token_out, logits, *cache[:] = compiled(
+                weights, embedding, *cache, token, position
+            )
+            jax.block_until_ready(token_out)
+            return logits
+
+        return Work(run, facts=facts)
+
+    return build
+
+
+def _torch(case: Case) -> Work:
+    import torch
+
+    weights, embedding, k_cache, v_cache = _inputs(case)
+    layers = [
+        {name: torch.from_numpy(w[i]) for name, w in weights.items()}
+        for i in range(case["layers"])
+    ]
+    table = torch.from_numpy(embedding)
+    caches = torch.from_numpy(k_cache), torch.from_numpy(v_cache)
+
+    def run():
+        with torch.no_grad():
+            return _torch_step(case, layers, table, *caches)
+
+    return Work(run)
+
+
+def _torch_step(case: Case, layers, table, k_cache, v_cache):
+    import torch
+    from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+    position, half = case["context"] - 1, case["head_dim"] // 2
+    angles = position * case["rope_theta"] ** (-torch.arange(half) / half)
+    sin, cos = torch.sin(angles), torch.cos(angles)
+
+    def rms(x):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + case["eps"])
+
+    def rotate(x):
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = table[7][None]
+    for i, layer in enumerate(layers):
+        h = rms(x)
+        q, k, v = (
+            linear(h, layer[n]).view(1, -1, 1, case["head_dim"])
+            for n in ("q", "k", "v")
+        )
+        k_cache[i, :, position] = rotate(k)[0, :, 0]
+        v_cache[i, :, position] = v[0, :, 0]
+        mixed = scaled_dot_product_attention(
+            rotate(q), k_cache[i][None], v_cache[i][None], enable_gqa=True
+        )
+        x = x + linear(mixed.reshape(1, -1), layer["o"])
+        h = rms(x)
+        hidden = silu(linear(h, layer["gate"])) * linear(h, layer["up"])
+        x = x + linear(hidden, layer["down"])
+    logits = linear(rms(x), table)
+    logits.argmax(-1)
+    return logits
+
+
+WORKLOAD = Workload(
+    name="decode_step",
+    title="Decode step of a 135M Llama",
+    cases=CASES,
+    sides={
+        "torch_eager": Side(_torch, "torch"),
+        "jnp_scan": Side(_jnp(_jnp_scan, stacked=True)),
+        "jnp_unrolled": Side(_jnp(_jnp_unrolled, stacked=False)),
+    },
+    ideal=ideal,
+    targets=(
+        Target("neuronjax_scan", "*", "ms", 0.5, "torch_eager"),
+        Target("neuronjax_scan", "*", "compile_s", 0.7),
+        Target("neuronjax_unrolled", "*", "compile_s", 4.0),
+    ),
+)
