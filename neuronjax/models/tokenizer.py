@@ -127,23 +127,26 @@ class Tokenizer:
         """The text of token ids as they come, in pieces that join to `decode`'s text.
 
         A character whose bytes are spread over several tokens comes in one piece, with
-        the token that completes it.
+        the token that completes it. (Where the bytes are no UTF-8, a SentencePiece
+        decoder replaces valid neighbours too; here those have been given already.)
         """
         seen: list[int] = []
-        done, first = "", 0
+        # The tokens of the last piece are decoded again as context: a decoder strips
+        # the space that begins a text, and joins only whole runs of bytes.
+        context, given = 0, 0
         for token in ids:
             seen.append(int(token))
-            text = self.decode(seen[first:], skip_special_tokens=skip_special_tokens)
-            if len(text) <= len(done) or text.endswith(_REPLACEMENT):
-                continue
-            yield text[len(done) :]
-            # Decoding goes on from the last piece, whose text is the context that some
-            # decoders need to know that a space is not the first.
-            first, done = len(seen) - 1, ""
-            done = self.decode(seen[first:], skip_special_tokens=skip_special_tokens)
-        rest = self.decode(seen[first:], skip_special_tokens=skip_special_tokens)
-        if len(rest) > len(done):
-            yield rest[len(done) :]
+            piece = self._after(seen, context, given, skip_special_tokens)
+            if piece and not piece.endswith(_REPLACEMENT):
+                yield piece
+                context, given = given, len(seen)
+        if rest := self._after(seen, context, given, skip_special_tokens):
+            yield rest
+
+    def _after(self, ids: list[int], start: int, middle: int, skip: bool) -> str:
+        """What the ids from `middle` on add to the text of those from `start` on."""
+        before = self.decode(ids[start:middle], skip_special_tokens=skip)
+        return self.decode(ids[start:], skip_special_tokens=skip)[len(before) :]
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
