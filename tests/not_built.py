@@ -1,0 +1,93 @@
+"""What is not built yet, by function and option, with the reason.
+
+`tests/test_cases.py` skips the cases that a row covers, with that reason; anything else
+unknown fails. Later work empties the table.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NotBuilt:
+    """A function, or one of its options or inputs, that is not built yet."""
+
+    function: str
+    reason: str
+    when: Callable[[dict[str, Any], dict[str, Any]], bool] = lambda options, inputs: (
+        True
+    )
+
+    def covers(self, case: dict[str, Any]) -> bool:
+        """Whether a case needs what is not built."""
+        return case["function"] == self.function and self.when(
+            given(case["options"]), given(case["inputs"])
+        )
+
+
+def given(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are there: a null is an absent option."""
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def option(name: str, *off: Any) -> Callable[[dict, dict], bool]:
+    """The option is given, with another value than those in `off`."""
+    return lambda options, inputs: options.get(name, off[0]) not in off
+
+
+def operand(name: str) -> Callable[[dict, dict], bool]:
+    """The input is given."""
+    return lambda options, inputs: name in inputs
+
+
+def _whole(reason: str, *functions: str) -> list[NotBuilt]:
+    return [NotBuilt(function, reason) for function in functions]
+
+
+QUANTIZED = "quantized forms come with the projections and quantization work"
+ATTENTION = (
+    "sinks, windows, prefix, packing and block caches come with all of attention"
+)
+BLOCK = "the fused decode block comes with all of attention"
+MASKS = "mask generation comes with all of attention"
+ROUTING = "router, top-k and scans come with the projections and quantization work"
+EXPERTS = "mixture of experts is not built yet"
+MESH = "collectives and the decode megakernel are not built yet"
+REST = "convolutions and the loss are not built yet"
+
+
+TABLE = [
+    NotBuilt("attention_cte", ATTENTION, operand("sink")),
+    NotBuilt("attention_cte", ATTENTION, option("sliding_window", None, 0)),
+    NotBuilt("attention_cte", ATTENTION, operand("k_prior")),
+    NotBuilt("attention_cte", ATTENTION, operand("bound_min")),
+    NotBuilt("attention_cte", ATTENTION, operand("cp_offset")),
+    NotBuilt("attention_tkg", ATTENTION, operand("sink")),
+    NotBuilt("attention_tkg", ATTENTION, operand("start_pos_ids")),
+    NotBuilt("attention_tkg", ATTENTION, operand("active_blocks_table")),
+    NotBuilt("attention_bwd", ATTENTION, operand("sinks_ref")),
+    NotBuilt("attention_bwd", ATTENTION, option("sliding_window", None, 0)),
+    NotBuilt("attention_bwd", ATTENTION, operand("bound_min")),
+    *_whole(MASKS, "gen_mask_tkg", "gen_mask_tkg_hbm"),
+    *_whole(BLOCK, "attention_block_tkg", "attention_block_tkg (KVDP)"),
+    NotBuilt("mlp", QUANTIZED, option("quantization_type", "NONE")),
+    NotBuilt("qkv_tkg", QUANTIZED, option("quantization_type", "NONE")),
+    NotBuilt("qkv_cte", QUANTIZED, option("kv_dtype", None)),
+    NotBuilt("output_projection_tkg", QUANTIZED, option("quantization_type", "NONE")),
+    NotBuilt("output_projection_cte", QUANTIZED, option("quantization_type", "NONE")),
+    *_whole(QUANTIZED, "rmsnorm_quant_kernel", "rmsnorm_tkg", "layernorm_tkg"),
+    *_whole(QUANTIZED, "quantize_to_mx", "quantize_mx_golden", "mx_matmul"),
+    *_whole(QUANTIZED, "gate_up_proj_mx", "down_proj_mx"),
+    *_whole(QUANTIZED, "mxfp_load_performance_wrapper"),
+    *_whole(ROUTING, "router_topk", "topk", "cumsum", "indexed_flatten"),
+    *_whole(ROUTING, "find_nonzero_indices", "find_nonzero_indices_with_count"),
+    *_whole(ROUTING, "dynamic_elementwise_add"),
+    *_whole(EXPERTS, "moe_cte", "blockwise_mm_baseline_shard_hidden"),
+    *_whole(EXPERTS, "blockwise_mm_bwd", "moe_tkg", "moe_block_tkg", "topk_reduce"),
+    *_whole(MESH, "allgather_compute_matmul", "fine_grained_allgather"),
+    *_whole(MESH, "allgather_sb2sb", "allgather_sb2sb_tiled", "all_reduce"),
+    *_whole(MESH, "all_to_all", "attn_q_batch_shard", "transformer_tkg"),
+    *_whole(REST, "conv1d", "depthwise_conv1d_implicit_gemm"),
+    *_whole(REST, "cross_entropy_forward", "cross_entropy_backward"),
+]
