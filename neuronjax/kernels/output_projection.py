@@ -42,8 +42,8 @@ def output_projection_fwd(
     """Returns `(out,)`: `[batch, seq, d_model]`, or in decode `[batch*seq, d_model]`.
 
     With `transpose_out`, decode gives `[128, cores, d_model/(128*cores), batch*seq]`:
-    column `h = l*(d_model/cores) + p*(d_model/(128*cores)) + c` lies at `[p, l, c]`. The
-    products are summed and the bias is added in float32.
+    column `h = l*(d_model/cores) + p*(d_model/(128*cores)) + c` lies at `[p, l, c]`.
+    The products are summed and the bias is added in float32.
 
     On tiles (`is_tiled`) attention is `[p, c, batch, num_heads, seq]` with the head
     dimension on the partitions, the weight `[p, c, num_heads, d_model]`, and `out` has
@@ -140,7 +140,7 @@ def _dtypes(attention, weight) -> tuple[Any, Any]:
 
 
 def _rows(attention, form: str):
-    """`[batch, seq, num_heads*head_dim]`: what the weight's rows are multiplied with."""
+    """`[batch, seq, num_heads*head_dim]`: what meets the weight's rows."""
     return lax.collapse(attention.transpose(_TO_ROWS[form]), 2, 4)
 
 

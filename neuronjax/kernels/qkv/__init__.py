@@ -1,0 +1,1 @@
+"""The projection to query, key and value heads, and the plain form of its equations."""
