@@ -96,6 +96,13 @@ class _Reader(gguf.GGUFReader):
             )
         return super()._get(offset, dtype, count, override_order)
 
+    def _get_field_parts(self, orig_offs, raw_type):
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            length = self._get(orig_offs + 4, np.uint64)[0]
+            # An item takes a byte at least.
+            self._get(orig_offs + 12, np.uint8, length)
+        return super()._get_field_parts(orig_offs, raw_type)
+
     def _build_tensors(self, start_offs, fields):
         for field in fields:
             _, _, _, dims, kind, offset = field.parts
