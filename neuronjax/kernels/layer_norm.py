@@ -72,8 +72,7 @@ def layer_norm_bwd(
     along = jnp.sum(dx_hat * centred, axis=axes, keepdims=True)
     along = along if d_rstd is None else along + d_rstd
     d_centred = rstd * (dx_hat - x_hat * (along * rstd * inverse))
-    # The mean takes the rest away; its own share of the variance is zero.
-    d_shift = -jnp.sum(rstd * dx_hat, axis=axes, keepdims=True)
+    d_shift = -jnp.sum(d_centred, axis=axes, keepdims=True)
     d_shift = d_shift if d_mean is None else d_shift + d_mean
     dx = d_centred + d_shift * inverse
     return dx.astype(out_dtype or x.dtype), dscale, dbias

@@ -10,7 +10,9 @@ https://arxiv.org/abs/2002.05202. The mathematics is written once; `Rows` and `T
 say where the features of an array lie.
 """
 
-from typing import NamedTuple
+import string
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from neuronjax.kernels.activation import activation, activation_grad
+from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.feature import LAST, TILE, per_feature, sum_rows, wide
 from neuronjax.kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
-from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.shard_common import contract
 
 Vector = Float[Array, "..."]
+Like = jax.Array | None
 
 
 class Options(NamedTuple):
@@ -41,6 +44,12 @@ class Options(NamedTuple):
     fused_add: str = "none"
     store_fused_add: bool = False
     out_dtype: str | None = None
+    is_tiled: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Options":
+        """Reads a config bag; its other entries are hints, which change no value."""
+        return cls(**{key: config[key] for key in cls._fields if key in config})
 
     @property
     def gate_limits(self) -> tuple[float | None, float | None]:
@@ -73,18 +82,21 @@ class Rows:
     axes = LAST
 
     @staticmethod
-    def project(x: jax.Array, w: jax.Array, _: tuple[int, ...]) -> jax.Array:
-        return _dot(x, w, (x.ndim - 1, 0))
+    def project(
+        x: jax.Array, w: jax.Array, _: tuple[int, ...], *, like: Like = None
+    ) -> jax.Array:
+        rows = _letters(x.ndim - 1)
+        return _product(f"{rows}x,xy->{rows}y", x, w, like=like)
 
     @staticmethod
-    def project_back(y: jax.Array, w: jax.Array) -> jax.Array:
-        return _dot(y, w, (y.ndim - 1, 1))
+    def project_back(y: jax.Array, w: jax.Array, *, like: Like = None) -> jax.Array:
+        rows = _letters(y.ndim - 1)
+        return _product(f"{rows}y,xy->{rows}x", y, w, like=like)
 
     @staticmethod
     def weight_grad(x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
-        rows = "abcdefg"[: x.ndim - 1]
-        x, dy = _alike(x, dy)
-        return contract(f"{rows}x,{rows}y->xy", x, dy, like=w).astype(w.dtype)
+        rows = _letters(x.ndim - 1)
+        return _product(f"{rows}x,{rows}y->xy", x, dy, like=w).astype(w.dtype)
 
     @staticmethod
     def width(w: jax.Array) -> tuple[int, ...]:
@@ -101,17 +113,22 @@ class Tiles:
     axes = TILE
 
     @staticmethod
-    def project(x: jax.Array, w: jax.Array, width: tuple[int, ...]) -> jax.Array:
-        return _einsum("pcqd,pc...->qd...", w.reshape(*w.shape[:2], *width), x)
+    def project(
+        x: jax.Array, w: jax.Array, width: tuple[int, ...], *, like: Like = None
+    ) -> jax.Array:
+        rows, split = _letters(x.ndim - 2), w.reshape(*w.shape[:2], *width)
+        return _product(f"pcqd,pc{rows}->qd{rows}", split, x, like=like)
 
     @staticmethod
-    def project_back(y: jax.Array, w: jax.Array) -> jax.Array:
-        split = w.reshape(*w.shape[:2], *y.shape[:2])
-        return _einsum("pcqd,qd...->pc...", split, y)
+    def project_back(y: jax.Array, w: jax.Array, *, like: Like = None) -> jax.Array:
+        rows, split = _letters(y.ndim - 2), w.reshape(*w.shape[:2], *y.shape[:2])
+        return _product(f"pcqd,qd{rows}->pc{rows}", split, y, like=like)
 
     @staticmethod
     def weight_grad(x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
-        return _einsum("pc...,qd...->pcqd", x, dy).reshape(w.shape).astype(w.dtype)
+        rows, split = _letters(x.ndim - 2), w.reshape(*w.shape[:2], *dy.shape[:2])
+        grad = _product(f"pc{rows},qd{rows}->pcqd", x, dy, like=split)
+        return grad.reshape(w.shape).astype(w.dtype)
 
     @staticmethod
     def width(w: jax.Array) -> tuple[int, ...]:
@@ -121,23 +138,21 @@ class Tiles:
 Layout = type[Rows] | type[Tiles]
 
 
-def _alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in one dtype: their own, or what holds them both."""
+def _letters(count: int) -> str:
+    return string.ascii_uppercase[:count]
+
+
+def _product(spec: str, x: jax.Array, y: jax.Array, *, like: Like) -> jax.Array:
+    """The product of both in the dtype that holds them, summed in the accumulator.
+
+    On an explicit mesh the result is laid out as `like`, which a sum over a split axis
+    needs, or as its operands are.
+    """
     dtype = promoted(x.dtype, y.dtype)
-    return x.astype(dtype), y.astype(dtype)
-
-
-def _dot(x: jax.Array, w: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    x, w = _alike(x, w)
-    numbers = (((contracted[0],), (contracted[1],)), ((), ()))
-    acc = accumulator(x.dtype)
-    return lax.dot_general(x, w, numbers, preferred_element_type=acc)
-
-
-def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    x, y = _alike(x, y)
-    acc = accumulator(x.dtype)
-    return jnp.einsum(spec, x, y, preferred_element_type=acc)
+    x, y = x.astype(dtype), y.astype(dtype)
+    if like is not None:
+        return contract(spec, x, y, like=like)
+    return jnp.einsum(spec, x, y, preferred_element_type=accumulator(dtype))
 
 
 def _plus(y: jax.Array, bias: jax.Array | None, axes: tuple[int, ...]) -> jax.Array:
@@ -203,7 +218,8 @@ def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
         gate = _plus(at.project(x, ops.gate_w, width), ops.gate_b, at.axes)
         opened = activation(_clamp(gate, opts.gate_limits), opts.activation)
         middle, stored = opened * clamped_up, (gate, up)
-    out = at.project(middle.astype(dtype), ops.down_w, ops.hidden.shape[:2])
+    model, middle = ops.hidden.shape[:2], middle.astype(dtype)
+    out = at.project(middle, ops.down_w, model, like=ops.hidden)
     out = _plus(out, ops.down_b, at.axes)
     if opts.fused_add == "epilogue":
         out = out + ops.residual.astype(out.dtype)
@@ -251,7 +267,7 @@ def _weight_grads(x, middle, d_gate, d_up, dout, ops: Operands, at: Layout) -> d
 
 def _backward(
     ops: Operands, outs: tuple, cotangents: tuple, opts: Options, at: Layout
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[jax.Array, ...]:
     stored_at = 2 if opts.store_fused_add else 1
     stored, d_stored = outs[stored_at:], cotangents[stored_at:]
     dout = jnp.zeros_like(outs[0]) if cotangents[0] is None else cotangents[0]
@@ -261,9 +277,10 @@ def _backward(
     d_middle = at.project_back(dout.astype(dtype), ops.down_w)
     middle, d_gate, d_up = _middle_grads(d_middle, stored, d_stored, opts)
     grads = _weight_grads(x, middle, d_gate, d_up, dout, ops, at)
-    dx = at.project_back(d_up.astype(dtype), ops.up_w)
+    like = ops.hidden
+    dx = at.project_back(d_up.astype(dtype), ops.up_w, like=like)
     if d_gate is not None:
-        dx = dx + at.project_back(d_gate.astype(dtype), ops.gate_w)
+        dx = dx + at.project_back(d_gate.astype(dtype), ops.gate_w, like=like)
     dx0, grads["gamma"], grads["beta"] = _norm_bwd(dx, x0, stats, ops, opts, at.axes)
     if opts.store_fused_add and cotangents[1] is not None:
         dx0 = dx0 + cotangents[1].astype(dx0.dtype)
@@ -272,7 +289,8 @@ def _backward(
         grads["addend"] = dx0.astype(ops.addend.dtype)
     if opts.fused_add == "epilogue":
         grads["residual"] = dout.astype(ops.residual.dtype)
-    return tuple(grads.get(key) for key in Operands._fields)
+    given = zip(Operands._fields, ops, strict=True)
+    return tuple(grads[key] for key, operand in given if operand is not None)
 
 
 def mlp_fwd(
@@ -299,17 +317,18 @@ def mlp_fwd(
     """
     ops = Operands(hidden, gate_w, up_w, down_w, gamma, beta, gate_b, up_b, down_b)
     ops = ops._replace(addend=addend, residual=residual)
-    return _forward(ops, Options(**config), Rows)
+    return _forward(ops, Options.of(config), Rows)
 
 
 def mlp_bwd(
     *operands: Float[Array, "..."] | None, name: str, **config
-) -> tuple[jax.Array | None, ...]:
-    """The cotangents of the operands of `mlp_fwd`, in their order.
+) -> tuple[jax.Array, ...]:
+    """The cotangents of the operands of `mlp_fwd` that are given, in their order.
 
-    Takes those operands, the outputs, and a cotangent or None for each output.
+    Takes those operands, the outputs, and a cotangent or None for each output. The
+    pre-activations come from the outputs: the products before them are not repeated.
     """
-    return _backward(*_parts(operands), Options(**config), Rows)
+    return _backward(*parts(operands), Options.of(config), Rows)
 
 
 def mlp_tiled_fwd(
@@ -331,17 +350,18 @@ def mlp_tiled_fwd(
     """`mlp_fwd` on tiles: every activation is `[partition, chunk, *batch]`."""
     ops = Operands(hidden, gate_w, up_w, down_w, gamma, beta, gate_b, up_b, down_b)
     ops = ops._replace(addend=addend, residual=residual)
-    return _forward(ops, Options(**config), Tiles)
+    return _forward(ops, Options.of(config), Tiles)
 
 
 def mlp_tiled_bwd(
     *operands: Float[Array, "..."] | None, name: str, **config
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[jax.Array, ...]:
     """The cotangents of the operands of `mlp_tiled_fwd`, as `mlp_bwd` gives them."""
-    return _backward(*_parts(operands), Options(**config), Tiles)
+    return _backward(*parts(operands), Options.of(config), Tiles)
 
 
-def _parts(operands: tuple) -> tuple[Operands, tuple, tuple]:
+def parts(operands: tuple) -> tuple[Operands, tuple, tuple]:
+    """Splits what a backward leaf takes: operands, outputs, cotangents."""
     count = len(Operands._fields)
     half = count + (len(operands) - count) // 2
     return Operands(*operands[:count]), operands[count:half], operands[half:]

@@ -1,11 +1,16 @@
-"""The feed-forward block straight from its equations, for bisecting a model."""
+"""The feed-forward block straight from its equations, for bisecting a model.
+
+It is cut where the macro stores: `_before` gives the pre-activations, `_after` the
+rest. The plain backward is JAX's own derivative of each half, joined by what is stored.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.feature import wide
-from neuronjax.kernels.mlp.dense import Operands, Options
-from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.mlp.dense import Operands, Options, parts
+from neuronjax.kernels.shard_common import contract
 
 ACTIVATIONS = {
     "SiLU": jax.nn.silu,
@@ -28,35 +33,86 @@ def _normalised(x: jax.Array, ops: Operands, opts: Options) -> jax.Array:
     return y
 
 
-def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    acc = accumulator(x.dtype, w.dtype)
-    dtype = x.dtype if x.dtype == w.dtype else acc
-    y = jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=acc)
+def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None, like=None) -> jax.Array:
+    dtype = promoted(x.dtype, w.dtype)
+    x, w, acc = x.astype(dtype), w.astype(dtype), accumulator(dtype)
+    if like is None:
+        y = jnp.matmul(x, w, preferred_element_type=acc)
+    else:
+        rows = "abcdef"[: x.ndim - 1]
+        y = contract(f"{rows}x,xy->{rows}y", x, w, like=like)
     return y if bias is None else y + bias.astype(acc).reshape(-1)
 
 
-def mlp_plain(*operands, name: str, **config) -> tuple[jax.Array, ...]:
-    """What `mlp_fwd` returns, in plain `jax.numpy`."""
-    ops, opts = Operands(*operands), Options(**config)
-    dtype, x0 = ops.hidden.dtype, wide(ops.hidden)
+def _before(ops: Operands, opts: Options) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The sum in front of the norm, and the pre-activations, all in the accumulator."""
+    x0 = wide(ops.hidden)
     if opts.fused_add == "prologue":
         x0 = x0 + ops.addend.astype(x0.dtype)
-    x = _normalised(x0, ops, opts).astype(dtype)
+    x = _normalised(x0, ops, opts).astype(ops.hidden.dtype)
     up = _linear(x, ops.up_w, ops.up_b)
-    stored, act = (up,), ACTIVATIONS[opts.activation]
-    clipped = jnp.clip(up, *opts.up_limits)
     if opts.skip_gate:
-        middle = act(clipped)
+        return x0, (up,)
+    return x0, (_linear(x, ops.gate_w, ops.gate_b), up)
+
+
+def _after(stored: tuple, ops: Operands, opts: Options) -> jax.Array:
+    """The result from the pre-activations, not yet rounded."""
+    *gate, up = stored
+    act, middle = ACTIVATIONS[opts.activation], jnp.clip(up, *opts.up_limits)
+    if gate:
+        middle = act(jnp.clip(gate[0], *opts.gate_limits)) * middle
     else:
-        gate = _linear(x, ops.gate_w, ops.gate_b)
-        stored = gate, up
-        middle = act(jnp.clip(gate, *opts.gate_limits)) * clipped
-    out = _linear(middle.astype(dtype), ops.down_w, ops.down_b)
+        middle = act(middle)
+    middle = middle.astype(ops.hidden.dtype)
+    out = _linear(middle, ops.down_w, ops.down_b, like=ops.hidden)
     if opts.fused_add == "epilogue":
         out = out + ops.residual.astype(out.dtype)
+    return out
+
+
+def mlp_plain(*operands, name: str, **config) -> tuple[jax.Array, ...]:
+    """What the forward leaves return, in plain `jax.numpy`."""
+    ops, opts = Operands(*operands), Options.of(config)
+    if opts.is_tiled:
+        outs = mlp_plain(*_untiled(ops), name=name, **dict(config, is_tiled=False))
+        return tuple(_retiled_outs(outs, ops, opts))
+    dtype = ops.hidden.dtype
     out_dtype = opts.out_dtype or dtype
+    x0, stored = _before(ops, opts)
+    out = _after(stored, ops, opts).astype(out_dtype)
     added = (x0.astype(out_dtype),) if opts.store_fused_add else ()
-    return out.astype(out_dtype), *added, *(z.astype(dtype) for z in stored)
+    return out, *added, *(z.astype(dtype) for z in stored)
+
+
+def mlp_plain_bwd(*operands, name: str, **config) -> tuple[jax.Array, ...]:
+    """What the backward leaves return, by JAX's derivative of each half."""
+    (ops, outs, cotangents), opts = parts(operands), Options.of(config)
+    if opts.is_tiled:
+        whole = [_untile(x, -1) for x in (*outs, *cotangents)]
+        config = dict(config, is_tiled=False)
+        grads = mlp_plain_bwd(*_untiled(ops), *whole, name=name, **config)
+        return tuple(_retiled_grads(grads, ops))
+    stored_at = 2 if opts.store_fused_add else 1
+    stored = tuple(wide(z) for z in outs[stored_at:])
+    (x0, gates), pull_before = jax.vjp(lambda o: _before(o, opts), ops)
+    out, pull_after = jax.vjp(lambda s, o: _after(s, o, opts), stored, ops)
+    seeds = [None if c is None else c.astype(out.dtype) for c in cotangents]
+    dout = jnp.zeros_like(out) if seeds[0] is None else seeds[0]
+    d_stored, grads_after = pull_after(dout)
+    d_stored = tuple(
+        dz if seed is None else dz + seed
+        for dz, seed in zip(d_stored, seeds[stored_at:], strict=True)
+    )
+    stores = opts.store_fused_add and seeds[1] is not None
+    d_added = seeds[1] if stores else jnp.zeros_like(x0)
+    (grads_before,) = pull_before((d_added, d_stored))
+    pairs = zip(*map(jax.tree.leaves, (grads_before, grads_after)), strict=True)
+    return tuple(before + after for before, after in pairs)
+
+
+def _is_weight(operand: str) -> bool:
+    return operand in ("gate_w", "up_w", "down_w")
 
 
 def _untile(data: jax.Array | None, axis: int) -> jax.Array | None:
@@ -67,23 +123,24 @@ def _untile(data: jax.Array | None, axis: int) -> jax.Array | None:
     return jnp.moveaxis(whole, 0, axis)
 
 
-def _tile(x: jax.Array, width: tuple[int, ...]) -> jax.Array:
-    x = jnp.moveaxis(x, -1, 0)
+def _tile(x: jax.Array, width: tuple[int, ...], axis: int) -> jax.Array:
+    x = jnp.moveaxis(x, axis, 0)
     return x.reshape(*width, *x.shape[1:])
 
 
-def mlp_tiled_plain(*operands, name: str, **config) -> tuple[jax.Array, ...]:
-    """What `mlp_tiled_fwd` returns: untiled, computed, tiled again."""
-    ops = Operands(*operands)
-    weights = ("gate_w", "up_w", "down_w")
-    whole = [
-        _untile(data, 0 if key in weights else -1)
-        for key, data in zip(ops._fields, ops, strict=True)
-    ]
-    opts = Options(**config)
-    outs = mlp_plain(*whole, name=name, **config)
+def _untiled(ops: Operands) -> Operands:
+    axes = (0 if _is_weight(operand) else -1 for operand in ops._fields)
+    return Operands(*map(_untile, ops, axes))
+
+
+def _retiled_outs(outs: tuple, ops: Operands, opts: Options):
     stored_at = 2 if opts.store_fused_add else 1
-    model, middle = ops.hidden.shape[:2], ops.down_w.shape[:2]
-    return tuple(
-        _tile(out, model if i < stored_at else middle) for i, out in enumerate(outs)
-    )
+    for i, out in enumerate(outs):
+        like = ops.hidden if i < stored_at else ops.down_w
+        yield _tile(out, like.shape[:2], -1)
+
+
+def _retiled_grads(grads: tuple, ops: Operands):
+    given = [(o, x) for o, x in zip(ops._fields, ops, strict=True) if x is not None]
+    for grad, (operand, x) in zip(grads, given, strict=True):
+        yield _tile(grad, x.shape[:2], 0 if _is_weight(operand) else -1)
