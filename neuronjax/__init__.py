@@ -12,5 +12,6 @@ from neuronjax.primitives.tile import MemrefTile as MemrefTile
 from neuronjax.primitives.tile import (
     is_all_io_type_memref_tile as is_all_io_type_memref_tile,
 )
+from neuronjax.tools.trace import trace as trace
 
 __version__ = "0.1.0"

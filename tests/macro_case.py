@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import neuronjax.emit  # noqa: F401  registers every family
+import neuronjax
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.primitives import registry
 
@@ -51,25 +51,9 @@ class MacroCase:
     def live(self):
         return [self.flat[i] for i in self.floats]
 
-    def equations(self, fun, *args, of=None):
-        """How many equations of this family's macro `fun` traces to."""
-        jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-        return count(jaxpr, (of or self.family).macro_p)
-
-
-def count(jaxpr, primitive):
-    """Equations of `primitive`; one inside a scan counts times the scan's length."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        total += eqn.primitive is primitive
-        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        for inner in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                total += times * count(inner, primitive)
-    return total
+    def equations(self, fun, *args):
+        """How many equations of this NAME `fun` traces to."""
+        return neuronjax.trace(fun, *args).count(self.name)
 
 
 def is_float(x):

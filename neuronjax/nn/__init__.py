@@ -1,1 +1,9 @@
-"""Flax NNX layers, exact twins of the public functions."""
+"""Flax NNX layers: exact twins of the functions, with partition names on parameters."""
+
+from neuronjax.nn.attention import Attention as Attention
+from neuronjax.nn.cache import LayerCache as LayerCache
+from neuronjax.nn.cache import write_cache as write_cache
+from neuronjax.nn.decoder_layer import DecoderLayer as DecoderLayer
+from neuronjax.nn.mlp import MLP as MLP
+from neuronjax.nn.norm import RMSNorm as RMSNorm
+from neuronjax.nn.rotary import rotary_tables as rotary_tables

@@ -139,14 +139,18 @@ class MacroFamily:
             expected = " or ".join(self.guard)
             raise ValueError(FOREIGN_NAME.format(expected=expected, name=name))
 
-    def _build_fun(self, *, name, config, tree, axes):
+    def static_jaxpr(self, avals: Sequence[Any], **params: Any) -> Any:
+        """What an equation of this family computes, with static loop bounds."""
+        return self._fun(**params, static=True).trace(*avals).jaxpr
+
+    def _build_fun(self, *, name, config, tree, axes, static=False):
         """The jitted math: flat operands to a list of outputs, under the NAME."""
         self._require_own(name)
+        leaf = self.static if static else self.leaf
 
         def fun(*leaves):
-            return list(
-                self.leaf(*jax.tree.unflatten(tree, leaves), name=name, **dict(config))
-            )
+            operands = jax.tree.unflatten(tree, leaves)
+            return list(leaf(*operands, name=name, **dict(config)))
 
         return _jit(fun, name, axes)
 

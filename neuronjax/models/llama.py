@@ -1,0 +1,202 @@
+"""Llama: a decoder built from `neuronjax.nn`, each block a named macro.
+
+Touvron et al. 2023, https://arxiv.org/abs/2302.13971; grouped key/value heads as in
+Llama 2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from neuronjax.models.cache import Cache
+from neuronjax.models.config import LlamaConfig
+from neuronjax.models.generation import generate
+from neuronjax.nn.decoder_layer import DecoderLayer
+from neuronjax.nn.norm import RMSNorm
+from neuronjax.nn.parameter import at_dtype, parameter
+from neuronjax.nn.rotary import rotary_tables
+
+
+class Llama(nnx.Module):
+    """A Llama decoder.
+
+    Args:
+        config: its sizes.
+        scan_layers: keep the layers' weights stacked and scan over them: the layer is
+            traced and compiled once. Otherwise `layers` is a list of `DecoderLayer`s.
+        dtype: dtype of the computation; `None` keeps that of the parameters.
+        param_dtype: dtype of the parameters.
+        rngs: where the initial values come from.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        scan_layers: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.scan_layers, self.dtype = config, scan_layers, dtype
+        table, names = (config.vocab_size, config.d_model), ("tensor", None)
+        init = nnx.initializers.normal(0.02)
+        self.embedding = parameter(init, table, names, rngs, param_dtype)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else parameter(init, table, names, rngs, param_dtype)
+        )
+        types = dict(dtype=dtype, param_dtype=param_dtype)
+        self.layers = _layers(config, scan_layers, rngs, types)
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps, **types, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "batch seq"]
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the next token at every position, float32.
+
+        Args:
+            tokens: `[batch, seq]`; position 0 is the first column.
+        """
+        x, cos, sin = self._embed(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
+        if self.scan_layers:
+            graph, state = nnx.split(self.layers)
+            x, _ = lax.scan(
+                lambda x, layer: (nnx.merge(graph, layer)(x, cos, sin), None), x, state
+            )
+        else:
+            for layer in self.layers:
+                x = layer(x, cos, sin)
+        return self._logits(x)
+
+    def prefill(
+        self,
+        tokens: Int[Array, "batch seq"],
+        lengths: Int[Array, " batch"],
+        slots: int,
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Reads prompts into a new cache.
+
+        Args:
+            tokens: `[batch, seq]`, padded on the right.
+            lengths: `[batch]`, how many tokens of each row count; at least 1.
+            slots: how many tokens the cache holds, at least `seq`.
+
+        Returns:
+            The logits after each row's last token, `[batch, vocab]`, and the cache.
+        """
+        if slots < tokens.shape[1]:
+            raise ValueError(
+                f"Llama.prefill: slots must be at least seq = {tokens.shape[1]}, "
+                f"got {slots}"
+            )
+        x, cos, sin = self._embed(tokens, jnp.zeros_like(lengths))
+        empty = Cache.zeros(
+            self.config, tokens.shape[0], slots, dtype=x.dtype, stacked=self.scan_layers
+        )
+        start = jnp.zeros_like(lengths)
+
+        def step(layer, x, cache):
+            x, key, value = layer.prefill(x, cos, sin)
+            return x, cache.write(key, value, start)
+
+        x, layers = self._each(step, x, empty.layers)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
+        return self._logits(last)[:, 0], Cache(layers, lengths)
+
+    def decode(
+        self, tokens: Int[Array, "batch seq"], cache: Cache
+    ) -> tuple[Float[Array, "batch seq vocab"], Cache]:
+        """Reads `seq` more tokens of each row.
+
+        Args:
+            tokens: `[batch, seq]`, usually one column.
+            cache: what came before. A row without room for `seq` more tokens keeps its
+                slots as they are.
+
+        Returns:
+            Logits after each token, `[batch, seq, vocab]`, and the cache with them in
+            it.
+        """
+        x, cos, sin = self._embed(tokens, cache.lengths)
+
+        def step(layer, x, held):
+            return layer.decode(x, cos, sin, held, cache.lengths)
+
+        x, layers = self._each(step, x, cache.layers)
+        return self._logits(x), Cache(layers, cache.lengths + tokens.shape[1])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eos_ids: Sequence[int] | None = None,
+        stream: Callable[[list[int | None]], None] | None = None,
+    ) -> list[list[int]]:
+        """Continues prompts; see `neuronjax.models.generation.generate`."""
+        return generate(
+            self,
+            prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            eos_ids=self.config.eos_ids if eos_ids is None else eos_ids,
+            stream=stream,
+        )
+
+    def _embed(self, tokens, start):
+        """The embedded tokens, and the rotary tables of their positions."""
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        cos, sin = rotary_tables(
+            positions, self.config.head_dim, theta=self.config.rope_theta
+        )
+        return at_dtype(self.embedding, self.dtype)[tokens], cos, sin
+
+    def _each(self, step, x, caches):
+        """`step(layer, x, cache) -> (x, cache)` through all layers."""
+        if self.scan_layers:
+            graph, state = nnx.split(self.layers)
+
+            def body(x, args):
+                return step(nnx.merge(graph, args[0]), x, args[1])
+
+            return lax.scan(body, x, (state, caches))
+        out = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = step(layer, x, cache)
+            out.append(cache)
+        return x, tuple(out)
+
+    def _logits(self, x):
+        table = at_dtype(self.embedding if self.head is None else self.head, self.dtype)
+        x = self.norm(x).astype(table.dtype)
+        return jnp.einsum("bsh,vh->bsv", x, table, preferred_element_type=jnp.float32)
+
+
+def _layers(config, scan_layers, rngs, types):
+    def make(rngs):
+        return DecoderLayer(
+            config.d_model,
+            config.d_ff,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            norm_eps=config.norm_eps,
+            rngs=rngs,
+            **types,
+        )
+
+    if not scan_layers:
+        return nnx.List([make(rngs) for _ in range(config.num_layers)])
+    stack = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: None})
+    return stack(rngs.split(config.num_layers))

@@ -1,0 +1,167 @@
+"""The `neuronjax` command: run a model, and list the macros it is made of."""
+
+import contextlib
+import enum
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import neuronjax
+
+app = typer.Typer(
+    name="neuronjax",
+    help=neuronjax.__doc__,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+_stderr = Console(stderr=True)
+
+
+class Dtype(enum.StrEnum):
+    """Dtypes in which a model can be run."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+_Model = Annotated[
+    str, typer.Argument(help="smollm2, a .gguf file, a folder, or a hub id (org/name)")
+]
+_DtypeOption = Annotated[Dtype, typer.Option(help="dtype of weights and arithmetic")]
+
+
+@app.command()
+def run(
+    model: _Model,
+    prompt: Annotated[str, typer.Argument(help="text to continue, or a question")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="ask by the model's chat template")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="draw from tokens that hold this probability")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
+    dtype: _DtypeOption = Dtype.float32,
+    devices: Annotated[int, typer.Option(min=1, help="split over this many")] = 1,
+) -> None:
+    """Continues PROMPT with MODEL; the text streams to standard output."""
+    with _one_line_errors():
+        _start_devices(devices)
+        from neuronjax.models.pretrained import load_pretrained
+
+        loaded = load_pretrained(model, dtype=dtype.value)
+        if devices > 1:
+            _spread(loaded.model, devices)
+        if chat:
+            ids = loaded.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        else:
+            ids = loaded.tokenizer.encode(prompt)
+        with _Speech(loaded.tokenizer, len(ids)) as speech:
+            loaded.model.generate(
+                [ids],
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                stream=lambda new: speech.say(new[0]),
+            )
+
+
+class _Speech:
+    """Writes tokens as text while they come, and then how fast they came."""
+
+    def __init__(self, tokenizer, prompt_tokens: int) -> None:
+        from neuronjax.models.tokenizer import TextStream
+
+        self._text = TextStream(tokenizer)
+        self._prompt_tokens = prompt_tokens
+        self._waiting = _stderr.status("Compiling")
+        self._times: list[float] = []
+
+    def __enter__(self) -> "_Speech":
+        self._times = [time.perf_counter()]
+        if _stderr.is_terminal:
+            self._waiting.start()
+        return self
+
+    def say(self, token: int) -> None:
+        self._times.append(time.perf_counter())
+        if piece := self._text.push(token):
+            self._waiting.stop()
+            typer.echo(piece, nl=False)
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._waiting.stop()
+        if kind is None:
+            typer.echo(self._text.finish())
+            typer.echo(self._summary(), err=True)
+
+    def _summary(self) -> str:
+        start, *times = self._times
+        count = len(times)
+        # The first token waits for the prompt and for one compilation, the second for
+        # the other compilation; the pace is that of those after them.
+        if count > 2:
+            before, paced = times[1] - start, times[2:]
+            rate = len(paced) / (times[-1] - times[1])
+            pace = f"{rate:.1f} tokens/s after {before:.1f} s for prompt and compilation"
+        else:
+            rate = count / (times[-1] - start) if count else 0.0
+            pace = f"{rate:.1f} tokens/s with prompt and compilation"
+        return f"prompt {self._prompt_tokens} tokens, answer {count} tokens, {pace}"
+
+
+def _start_devices(count: int) -> None:
+    """Asks for `count` CPU devices, which has to come before jax looks for devices."""
+    import jax
+
+    if count > jax.config.jax_num_cpu_devices:
+        # RuntimeError: a program that calls the command has started jax already.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+    if len(jax.devices()) < count:
+        raise ValueError(
+            f"--devices: expected at most {len(jax.devices())}, which are all that "
+            f"{jax.default_backend()} has here, got {count}"
+        )
+
+
+def _spread(model, count: int) -> None:
+    """Splits heads and MLP over the devices, where their sizes divide."""
+    import jax
+    from jax.sharding import AxisType
+
+    from neuronjax.sharding.placement import place
+
+    mesh = jax.make_mesh(
+        (count,),
+        ("tensor",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:count],
+    )
+    place(model, mesh)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A user's mistake is one line and exit code 2, not a traceback."""
+    from neuronjax.models.errors import DownloadError
+
+    expected = (ValueError, OSError, NotImplementedError, ImportError, DownloadError)
+    try:
+        yield
+    except expected as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ImportError) and "neuronjax[models]" not in words:
+            words += ": pip install 'neuronjax[models]'"
+        typer.echo(f"neuronjax: {words}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,158 @@
+"""What a function emits: the table of its macros."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from neuronjax.primitives import registry
+from neuronjax.primitives.macro import MacroFamily
+
+
+@dataclasses.dataclass(frozen=True)
+class MacroRow:
+    """Alike macros of a trace.
+
+    Attributes:
+        name: the macro NAME.
+        leaf: the module that holds its math.
+        tiled: whether its operands are tiles.
+        count: how often it runs; one inside a scan counts times the scan's length.
+        shapes: the operands, such as `"f32[2,64]"`.
+        config: the config bag.
+        vmapped: how many axes `vmap` added.
+        flops: of the matrix products of one, each masked block counted as if it ran.
+        bytes: of the operands and outputs of one.
+    """
+
+    name: str
+    leaf: str
+    tiled: bool
+    count: int
+    shapes: tuple[str, ...]
+    config: tuple[tuple[str, Any], ...]
+    vmapped: int
+    flops: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The macros of a function, in the order in which they first appear."""
+
+    rows: tuple[MacroRow, ...]
+
+    def count(self, name: str) -> int:
+        """How often the macro NAME runs."""
+        return sum(row.count for row in self.rows if row.name == name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The NAMEs, each once."""
+        return tuple(dict.fromkeys(row.name for row in self.rows))
+
+    @property
+    def flops(self) -> int:
+        """Of all matrix products inside macros."""
+        return sum(row.count * row.flops for row in self.rows)
+
+    def __rich__(self):
+        """The table that `rich` prints."""
+        from rich.table import Table  # a picture only: `import neuronjax` stays quick
+
+        table = Table(title=f"{sum(r.count for r in self.rows)} macros")
+        for column in ("NAME", "tiled", "leaf", "count", "operands", "config"):
+            table.add_column(column, overflow="fold")
+        table.add_column("MFLOP", justify="right")
+        table.add_column("MB", justify="right")
+        for row in self.rows:
+            shapes = ", ".join(row.shapes) + (" vmap" * row.vmapped)
+            config = ", ".join(f"{k}={v}" for k, v in row.config)
+            numbers = f"{row.flops / 1e6:.3g}", f"{row.bytes / 1e6:.3g}"
+            names = row.name, "yes" if row.tiled else "no", row.leaf, str(row.count)
+            table.add_row(*names, shapes, config, *numbers)
+        return table
+
+
+def trace(fun: Callable, *args: Any, **kwargs: Any) -> Trace:
+    """Traces a function and lists the macros it emits; nothing runs.
+
+    Args:
+        fun: any JAX function; trace `jax.grad(f)` to see the backward macros.
+        *args: what it is called with; `jax.ShapeDtypeStruct`s will do.
+        **kwargs: the same, by name.
+
+    Returns:
+        The table: NAME, whether tiled, leaf, count, operand shapes, config, FLOPs,
+        bytes. `rich.print` shows it.
+
+    Example:
+        >>> import jax, neuronjax
+        >>> x = jax.ShapeDtypeStruct((64, 1, 2, 8), "float32")
+        >>> cos = jax.ShapeDtypeStruct((32, 1, 8), "float32")
+        >>> neuronjax.trace(neuronjax.RoPE, x, cos, cos).names
+        ('RoPE',)
+    """
+    jaxpr = jax.make_jaxpr(fun)(*args, **kwargs).jaxpr
+    counts: collections.Counter[MacroRow] = collections.Counter()
+    for eqn, family, times in _macros(jaxpr, 1):
+        counts[_row(eqn, family)] += times
+    return Trace(tuple(dataclasses.replace(r, count=n) for r, n in counts.items()))
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs that an equation holds."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+        if _is_jaxpr(value):
+            yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def _repeats(eqn: JaxprEqn) -> int:
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+def _macros(jaxpr: Jaxpr, times: int) -> Iterator[tuple[JaxprEqn, MacroFamily, int]]:
+    for eqn in jaxpr.eqns:
+        family = registry.FAMILIES.get(eqn.primitive.name)
+        if family is not None:
+            yield eqn, family, times
+        for inner in inner_jaxprs(eqn):
+            yield from _macros(inner, times * _repeats(eqn))
+
+
+def _row(eqn: JaxprEqn, family: MacroFamily) -> MacroRow:
+    name, config = eqn.params["name"], eqn.params["config"]
+    entry = registry.resolve_kernel_config(name)
+    avals = [v.aval for v in eqn.invars]
+    tiled = dict(config).get("is_tiled", entry.tiled)
+    values = [*avals, *(v.aval for v in eqn.outvars)]
+    return MacroRow(
+        name,
+        entry.leaf,
+        bool(tiled),
+        0,
+        tuple(aval.str_short(short_dtypes=True) for aval in avals),
+        config,
+        len(eqn.params["axes"]),
+        _flops(family.static_jaxpr(avals, **eqn.params).jaxpr),
+        sum(math.prod(a.shape) * a.dtype.itemsize for a in values),
+    )
+
+
+def _flops(jaxpr: Jaxpr) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+        total += _repeats(eqn) * sum(map(_flops, inner_jaxprs(eqn)))
+    return total
