@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from neuronjax.models.checkpoint import read_checkpoint
+from neuronjax.models.checkpoint import read_checkpoint, read_config
 from neuronjax.models.checkpoint.layout import half_split_rows, interleaved_rows
 from neuronjax.models.config import LlamaConfig
 from tests.tiny_checkpoints import (
@@ -86,6 +86,17 @@ def test_bfloat16_safetensors_are_read(tmp_path):
     tensors = {n: t.astype(ml_dtypes.bfloat16) for n, t in random_tensors().items()}
     _, got = read_checkpoint(write_folder(tmp_path, tensors))
     assert_equal(got, {n: t.astype(np.float32) for n, t in tensors.items()})
+
+
+def test_the_configuration_is_read_without_the_weights(tmp_path):
+    folder = write_folder(tmp_path / "folder", random_tensors())
+    (folder / "model.safetensors").unlink()
+    assert read_config(folder) == CONFIG
+    file = write_gguf(tmp_path / "m.gguf", random_tensors())
+    assert read_config(file) == same(CONFIG)
+    with pytest.raises(ValueError, match="pickle"):
+        (tmp_path / "m.bin").touch()
+        read_config(tmp_path / "m.bin")
 
 
 def test_gguf_rows_pair_neighbours_and_ours_pair_halves():

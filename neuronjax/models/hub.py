@@ -22,7 +22,7 @@ import filelock
 from rich.console import Console
 
 
-class DownloadError(RuntimeError):
+class DownloadError(OSError):
     """A model could not be fetched: no network, no pip, or no such model."""
 
 

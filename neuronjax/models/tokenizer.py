@@ -130,23 +130,12 @@ class Tokenizer:
         the token that completes it. (Where the bytes are no UTF-8, a SentencePiece
         decoder replaces valid neighbours too; here those have been given already.)
         """
-        seen: list[int] = []
-        # The tokens of the last piece are decoded again as context: a decoder strips
-        # the space that begins a text, and joins only whole runs of bytes.
-        context, given = 0, 0
+        text = TextStream(self, skip_special_tokens=skip_special_tokens)
         for token in ids:
-            seen.append(int(token))
-            piece = self._after(seen, context, given, skip_special_tokens)
-            if piece and not piece.endswith(_REPLACEMENT):
+            if piece := text.push(token):
                 yield piece
-                context, given = given, len(seen)
-        if rest := self._after(seen, context, given, skip_special_tokens):
+        if rest := text.finish():
             yield rest
-
-    def _after(self, ids: list[int], start: int, middle: int, skip: bool) -> str:
-        """What the ids from `middle` on add to the text of those from `start` on."""
-        before = self.decode(ids[start:middle], skip_special_tokens=skip)
-        return self.decode(ids[start:], skip_special_tokens=skip)[len(before) :]
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -186,6 +175,40 @@ class Tokenizer:
         """Token ids of a rendered chat; the template writes the special tokens."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
+
+
+class TextStream:
+    """Token ids in, text out, for a caller who is handed one token at a time."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        # The tokens of the last piece are decoded again as context: a decoder strips
+        # the space that begins a text, and joins only whole runs of bytes.
+        self._context: list[int] = []
+        self._waiting: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is unfinished."""
+        self._waiting.append(int(token))
+        piece = self._piece()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._waiting = self._waiting, []
+        return piece
+
+    def finish(self) -> str:
+        """What no further token will complete."""
+        piece, self._context, self._waiting = self._piece(), [], []
+        return piece
+
+    def _piece(self) -> str:
+        before = self._text(self._context)
+        return self._text(self._context + self._waiting)[len(before) :]
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
 def _environment() -> Any:

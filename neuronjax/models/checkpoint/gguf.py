@@ -39,13 +39,8 @@ def read_gguf(
     the Hugging Face order, for half-split rotary embedding.
     """
     path = Path(path)
-    reader = _open(path)
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    config = LlamaConfig.from_gguf(
-        read_metadata(path),
-        source=path.name,
-        tie_embeddings="output.weight" not in found,
-    )
+    config = read_gguf_config(path)
+    found = {tensor.name: tensor for tensor in _open(path).tensors}
     names = _gguf_names(config)
     check_shapes(
         {name: _shape(tensor) for name, tensor in found.items()},
@@ -62,6 +57,15 @@ def read_gguf(
         # A copy even where nothing changes: the file's pages must not stay mapped.
         tensors[name] = weight.astype(dtype, copy=True)
     return config, tensors
+
+
+def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
+    """The configuration that a GGUF file's metadata describes."""
+    path = Path(path)
+    own_head = any(tensor.name == "output.weight" for tensor in _open(path).tensors)
+    return LlamaConfig.from_gguf(
+        read_metadata(path), source=path.name, tie_embeddings=not own_head
+    )
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -30,18 +30,36 @@ def read_checkpoint(
             kind that is not read. Pickled checkpoints are never opened: unpickling
             runs whatever code the file's author put there.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such checkpoint")
-    kind = path.suffix.lower()
+    path = _checked(path)
     if path.is_dir():
         from neuronjax.models.checkpoint.safetensors import read_safetensors
 
         return read_safetensors(path, dtype=dtype)
-    if kind == ".gguf":
-        from neuronjax.models.checkpoint.gguf import read_gguf
+    from neuronjax.models.checkpoint.gguf import read_gguf
 
-        return read_gguf(path, dtype=dtype)
+    return read_gguf(path, dtype=dtype)
+
+
+def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
+    """The configuration of a checkpoint, without its weights; see `read_checkpoint`."""
+    path = _checked(path)
+    if path.is_dir():
+        from neuronjax.models.checkpoint.safetensors import read_folder_config
+
+        return read_folder_config(path)
+    from neuronjax.models.checkpoint.gguf import read_gguf_config
+
+    return read_gguf_config(path)
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
+    """The path of a folder or of a GGUF file; anything else is refused."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    kind = path.suffix.lower()
+    if path.is_dir() or kind == ".gguf":
+        return path
     if kind in _PICKLED:
         raise ValueError(
             f"{path}: expected .gguf or a folder with *.safetensors, got {kind}, "

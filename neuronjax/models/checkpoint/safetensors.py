@@ -38,7 +38,7 @@ def read_safetensors(
 ) -> tuple[LlamaConfig, dict[str, np.ndarray]]:
     """Reads a folder in the Hugging Face layout; see `read_checkpoint`."""
     folder = Path(folder)
-    config = read_config(folder)
+    config = read_folder_config(folder)
     expected = tensor_shapes(config)
     with contextlib.ExitStack() as stack:
         files = {
@@ -68,7 +68,7 @@ def read_safetensors(
         }
 
 
-def read_config(folder: str | os.PathLike[str]) -> LlamaConfig:
+def read_folder_config(folder: str | os.PathLike[str]) -> LlamaConfig:
     """The configuration that a folder's `config.json` describes.
 
     Raises:
