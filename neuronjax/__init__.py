@@ -5,6 +5,9 @@ from neuronjax.context import lowering as lowering
 from neuronjax.context import plain as plain
 from neuronjax.context import target as target
 from neuronjax.primitives.contracts import can as can
+from neuronjax.primitives.qkv import qkv as qkv
+from neuronjax.primitives.qkv import qkv_cte as qkv_cte
+from neuronjax.primitives.qkv import qkv_tkg as qkv_tkg
 from neuronjax.primitives.registry import resolve_kernel_config as resolve_kernel_config
 from neuronjax.primitives.rope import RoPE as RoPE
 from neuronjax.primitives.rope import rope_hf as rope_hf

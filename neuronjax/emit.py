@@ -3,6 +3,8 @@
 An emitter of the catalog whose macro is not built yet is here too, and refuses.
 """
 
+from neuronjax.primitives.qkv.macro import qkv_fused_add_kernel as qkv_fused_add_kernel
+from neuronjax.primitives.qkv.macro import qkv_kernel as qkv_kernel
 from neuronjax.primitives.registry import CATALOG, resolve_family
 from neuronjax.primitives.rope import rope_kernel as rope_kernel
 

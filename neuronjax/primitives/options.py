@@ -1,7 +1,10 @@
 """The enums of aws-neuron/nki-library; every function takes a member or its name."""
 
 import enum
-from typing import TypeVar
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 
 class ActFnType(enum.Enum):
@@ -42,6 +45,7 @@ NORM_CONFIG = {
 }
 
 Member = TypeVar("Member", bound=enum.Enum)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def member(kind: type[Member], value: Member | str) -> Member | None:
@@ -54,3 +58,62 @@ def member(kind: type[Member], value: Member | str) -> Member | None:
 def members(kind: type[enum.Enum]) -> str:
     """The names of `kind`, for a message."""
     return ", ".join(kind.__members__)
+
+
+class QKVOutputLayout(enum.Enum):
+    """The axis order of the projected heads: `d` is the head dimension, `N` heads."""
+
+    BSD = 0
+    NBSd = 1
+    NBdS = 2
+
+
+class QKVWeightLayout(enum.Enum):
+    """How the packed rows of a block-scaled weight lie."""
+
+    CONTIGUOUS = 0
+    MX_CONTIGUOUS = 1
+    MX_INTERLEAVED = 2
+
+
+def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
+    """Marks options that are not built yet: they refuse and never answer wrongly.
+
+    Args:
+        instead: what is built, for the message.
+        **off: for each option, the value that leaves it off; a call with another one
+            raises `NotImplementedError` before anything else is looked at.
+    """
+
+    def mark(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            for name, none in off.items():
+                value = given.get(name, none)
+                if isinstance(none, enum.Enum):
+                    value = member(type(none), value) or none
+                if not _is_off(value, none):
+                    raise NotImplementedError(
+                        f"{function.__name__}: {name} = {_shown(value)} is not built "
+                        f"yet; {instead}"
+                    )
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return mark
+
+
+def _is_off(value: object, none: object) -> bool:
+    if isinstance(none, bool | int | float) and isinstance(value, bool | int | float):
+        return value == none
+    return value is none
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name
+    return repr(value) if isinstance(value, bool | int | float | str) else "given"
