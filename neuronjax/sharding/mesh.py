@@ -20,8 +20,8 @@ def make_mesh(*, explicit: bool = False, lnc: int = 1, **sizes: int) -> Mesh:
 
     Raises:
         ValueError: a size is not positive, `lnc` is neither 1 nor 2, or the machine has
-            fewer devices. `jax.config.update("jax_num_cpu_devices", n)` before any array
-            makes `n` devices of one CPU.
+            fewer devices. `jax.config.update("jax_num_cpu_devices", n)`, before any
+            array, makes `n` devices of one CPU.
 
     Example:
         >>> dict(make_mesh(data=1).shape)
