@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import neuronjax
+from neuronjax.kernels.dtypes import accumulator
 from neuronjax.tools import tables
 from tests.macro_case import (
     NAMES,
@@ -384,3 +385,38 @@ def test_integer_operands_get_float0_tangents():
         )
         for x, cotangent in zip(case.flat, pull(seeds), strict=True):
             assert is_float(x) or cotangent.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rule_gives_the_same_structure(name):
+    """R-47: abstract evaluation, forward, forward rule and reference agree."""
+    case = MacroCase(name)
+
+    def structure(outs):
+        return [(x.shape, x.dtype) for x in outs]
+
+    wanted = structure(case.reference(*case.flat))
+    assert structure(jax.eval_shape(case.macro, *case.flat)) == wanted
+    assert structure(case.macro(*case.flat)) == wanted
+    dots = [jnp.ones_like(x) for x in case.live]
+    outs, moved = jax.jvp(case.of_floats(case.macro), case.live, dots)
+    assert structure(outs) == wanted
+    assert [x.shape for x in moved] == [shape for shape, _ in wanted]
+    assert len(case.family.output_names(case.config)) == len(wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jacobians_equal_those_of_the_plain_computation(name):
+    """R-42: `jax.jacrev` maps the backward macro over cotangents alone."""
+    case = MacroCase(name)
+
+    def sums(fun):
+        def few(*floats):
+            wide = [x for x in case.of_floats(fun)(*floats) if is_float(x)]
+            first = wide[0].ravel()[:3]
+            return jnp.sin(first.astype(accumulator(first.dtype)))
+
+        return jax.jit(jax.jacrev(few, tuple(range(len(case.live)))))
+
+    got, wanted = (sums(f)(*case.live) for f in (case.macro, case.plain))
+    assert_close(got, wanted, GRADIENT)
