@@ -126,28 +126,27 @@ def _torch_matmul(case: Case) -> Work:
 
 
 def _neuronjax(case: Case) -> Work:
-    """`attention_tkg`: one key/value head per row, so the heads join the batch."""
+    """The emitter of `AttentionTkgFwd`: cached keys `[..., head_dim, seq]`.
+
+    The new token comes beside the cache, whose last slot it will fill.
+    """
     import jax.numpy as jnp
 
-    import neuronjax
+    from neuronjax.emit import attention_tkg_fwd_kernel
 
     q, k, v = (jnp.array(x, case["dtype"]) for x in _inputs(case))
-    rows = case["batch"] * case["num_kv_heads"]
-    seq, head_dim = case["seq"], case["head_dim"]
-    q = q.reshape(rows, -1, 1, head_dim)
-    k = k.reshape(rows, 1, seq, head_dim)
-    v = v.reshape(rows, 1, seq, head_dim)
-    mask = jnp.ones((seq, rows, q.shape[1], 1), bool)
-    k_active, v_active = k[:, :, -1:] + 0, v[:, :, -1:] + 0
+    lengths = jnp.full(case["batch"], case["seq"] - 1, jnp.int32)
+    new_key, new_value = k[:, :, -1:], v[:, :, -1:]
 
-    def attention(q, k_active, v_active, k, v, mask):
-        scaled = q * jnp.asarray(head_dim**-0.5, q.dtype)
-        out = neuronjax.attention_tkg(
-            scaled, k_active, v_active, k, v, mask, tp_k_prior=True
+    def attention(q, new_key, new_value, keys, values, lengths):
+        scaled = q[:, :, None] * jnp.asarray(case["head_dim"] ** -0.5, q.dtype)
+        out = attention_tkg_fwd_kernel(
+            scaled, new_key, new_value, keys, values, lengths=lengths
         )
-        return out.reshape(case["batch"], case["num_heads"], head_dim)
+        return out.reshape(q.shape)
 
-    return jax_work(attention, q, k_active, v_active, k, v, mask)
+    keys = jnp.array(k.swapaxes(2, 3))
+    return jax_work(attention, q, new_key, new_value, keys, v, lengths)
 
 
 WORKLOAD = Workload(

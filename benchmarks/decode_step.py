@@ -25,6 +25,16 @@ CASES = {
     }
 }
 
+HF_NAMES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
 
 def _weight_shapes(case: Case) -> dict[str, tuple[int, int]]:
     """`[d_out, d_in]` of each projection of one layer, as PyTorch stores them."""
@@ -220,6 +230,75 @@ def _torch_step(case: Case, layers, table, k_cache, v_cache):
     return logits
 
 
+def _neuronjax(*, scan: bool) -> Callable[[Case], Work]:
+    """`models.Llama.decode`, the cache donated, its length kept for every step."""
+
+    def build(case: Case) -> Work:
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from neuronjax.models.cache import Cache
+
+        model, layers = _llama(case, scan=scan)
+        graph, state = nnx.split(model)
+        lengths = jnp.array([case["context"] - 1], jnp.int32)
+        token = jnp.array([[7]], jnp.int32)
+
+        def step(state, layers):
+            cache = Cache(layers, lengths)
+            logits, cache = nnx.merge(graph, state).decode(token, cache)
+            return jnp.argmax(logits, -1), logits[0], cache.layers
+
+        compiled, facts = jax_compile(jax.jit(step, donate_argnums=1), state, layers)
+        held = [layers]
+
+        def run():
+            token_out, logits, held[0] = compiled(state, held[0])
+            jax.block_until_ready(token_out)
+            return logits
+
+        return Work(run, facts=facts)
+
+    return build
+
+
+def _llama(case: Case, *, scan: bool) -> tuple[Any, Any]:
+    """The model with the same weights, and its cache's layers."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from neuronjax.models.config import LlamaConfig
+    from neuronjax.models.llama import load_llama
+    from neuronjax.nn.cache import LayerCache
+
+    sizes = {n: case[n] for n in LlamaConfig.__dataclass_fields__ if n in case}
+    config = LlamaConfig(
+        vocab_size=case["vocab"],
+        num_layers=case["layers"],
+        norm_eps=case["eps"],
+        tie_embeddings=True,
+        **sizes,
+    )
+    weights, embedding, k_cache, v_cache = _inputs(case)
+    ones = np.ones(case["d_model"], np.float32)
+    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": ones}
+    for i in range(case["layers"]):
+        prefix = f"model.layers.{i}."
+        tensors |= {f"{prefix}{HF_NAMES[n]}.weight": w[i] for n, w in weights.items()}
+        tensors[f"{prefix}input_layernorm.weight"] = ones
+        tensors[f"{prefix}post_attention_layernorm.weight"] = ones
+    model = load_llama(config, tensors, np.float32, scan_layers=scan)
+    stacked = LayerCache(
+        jnp.array(k_cache[:, None].swapaxes(3, 4)), jnp.array(v_cache[:, None])
+    )
+    if scan:
+        return model, stacked
+    layers = range(case["layers"])
+    return model, tuple(jax.tree.map(lambda x, i=i: x[i] + 0, stacked) for i in layers)
+
+
 WORKLOAD = Workload(
     name="decode_step",
     title="Decode step of a 135M Llama",
@@ -228,6 +307,8 @@ WORKLOAD = Workload(
         "torch_eager": Side(_torch, "torch"),
         "jnp_scan": Side(_jnp(_jnp_scan, stacked=True)),
         "jnp_unrolled": Side(_jnp(_jnp_unrolled, stacked=False)),
+        "neuronjax_scan": Side(_neuronjax(scan=True)),
+        "neuronjax_unrolled": Side(_neuronjax(scan=False)),
     },
     ideal=ideal,
     targets=(
