@@ -52,7 +52,8 @@ def _outputs(case, inputs, call):
 
     outs, pull = jax.vjp(of_wrt, {name: inputs[name] for name in wrt})
     seeds = jax.tree.map(jnp.zeros_like, outs)
-    seeds[next(iter(outs))] = case["cotangent"]
+    # The case names its outputs in order; those of a pytree are sorted.
+    seeds[next(iter(case["outputs"]))] = case["cotangent"]
     (grads,) = pull(seeds)
     return {**outs, **{f"grad_{name}": grads[name] for name in wrt}}
 

@@ -14,7 +14,7 @@ def promoted(*dtypes: DTypeLike) -> jnp.dtype:
     Kernels name their casts, so what the caller chose for implicit ones is no concern.
     """
     with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes)
+        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
 def accumulator(*dtypes: DTypeLike) -> jnp.dtype:

@@ -38,6 +38,7 @@ def output_projection_fwd(
     cores: int | None,
     out_dtype: str | None,
     is_tiled: bool,
+    **hints: Any,
 ) -> tuple[Array]:
     """Returns `(out,)`: `[batch, seq, d_model]`, or in decode `[batch*seq, d_model]`.
 
@@ -47,7 +48,7 @@ def output_projection_fwd(
 
     On tiles (`is_tiled`) attention is `[p, c, batch, num_heads, seq]` with the head
     dimension on the partitions, the weight `[p, c, num_heads, d_model]`, and `out` has
-    `d_model` (transposed: its 128 rows) on the partitions.
+    `d_model` (transposed: its 128 rows) on the partitions. `hints` change no value.
     """
     dtype, acc = _dtypes(attention, weight)
     if is_tiled:
@@ -75,6 +76,7 @@ def output_projection_bwd(
     cores: int | None,
     out_dtype: str | None,
     is_tiled: bool,
+    **hints: Any,
 ) -> tuple[Array, Array, Array | None]:
     """Returns the cotangents of attention, weight and bias; the map is bilinear."""
     dtype, acc = _dtypes(attention, weight)
@@ -107,9 +109,10 @@ def output_projection_plain(
     cores: int | None,
     out_dtype: str | None,
     is_tiled: bool,
+    **hints: Any,
 ) -> tuple[Array]:
     """The same as one sum over heads and channels."""
-    out_dtype = out_dtype or attention.dtype
+    result_dtype = out_dtype or attention.dtype
     if is_tiled:
         attention = lax.collapse(attention, 0, 2)
         weight = jnp.moveaxis(lax.collapse(weight, 0, 2), 1, 0)
@@ -130,7 +133,7 @@ def output_projection_plain(
         out = out[:, None] if is_tiled else out
     elif is_tiled:
         out = _split(jnp.moveaxis(out, -1, 0), 0, _chunks(out.shape[-1]))
-    return (out.astype(out_dtype),)
+    return (out.astype(result_dtype),)
 
 
 def _dtypes(attention, weight) -> tuple[Any, Any]:
@@ -161,7 +164,7 @@ def _chunks(size: int) -> int:
     return max(size // PARTITIONS, 1)
 
 
-def _arranged(y, form: str, transpose_out: bool, cores: int | None, is_tiled: bool):
+def _arranged(y, form: str, transpose_out: bool, cores, is_tiled: bool):
     """Lays `[batch, seq, d_model]`, or on tiles `[p, c, batch, seq]`, out as `out`."""
     if form == "BNDS":
         return y

@@ -44,11 +44,10 @@ NORM_CONFIG = {
     NormType.RMS_NORM_SKIP_GAMMA: "rms_skip_gamma",
 }
 
-Member = TypeVar("Member", bound=enum.Enum)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def member(kind: type[Member], value: Member | str) -> Member | None:
+def member(kind: type[enum.Enum], value: object) -> Any:
     """The member of `kind` that `value` is or names; None when there is none."""
     if isinstance(value, kind):
         return value

@@ -109,7 +109,11 @@ _SOURCE = [
     Entry("CumSum", "cumsum", "generic", "cum_sum_kernel"),
     Entry("RoPE", "RoPE", "generic", "rope_kernel"),
     Entry(
-        "OutputProjection", "output_projection", "generic", "output_projection_kernel"
+        "OutputProjection",
+        "output_projection",
+        "generic",
+        "output_projection_kernel",
+        None,
     ),
     Entry("Transpose", "transpose", "generic", "transpose_kernel"),
     Entry("FusedLinear", "fused_linear", "generic", "fused_linear_kernel"),

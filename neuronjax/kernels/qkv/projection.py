@@ -143,12 +143,15 @@ def _forward(form, hidden, w, vectors, residuals, tables, config):
     (gamma, beta, bias), (dtype, acc) = vectors, _dtypes(hidden, w)
     x, stored = hidden.astype(acc), ()
     if config["fused_add"] != "none":
-        x = sum((r.astype(acc) for r in residuals), x).astype(hidden.dtype)
-        x, stored = x.astype(acc), (x,)
+        for r in residuals:
+            x = x + r.astype(acc)
+        stored = (x.astype(hidden.dtype),)
+        x = stored[0].astype(acc)
     normed, statistics = _norm(form, x, gamma, beta, config)
     y = _project(form, normed, w, bias, dtype)
     if config["fused_rope"]:
-        y = _rotate(form, y, *tables, config)
+        cos, sin = tables
+        y = _rotate(form, y, cos, sin, config)
     return (_arranged(form, y.astype(hidden.dtype), config), *stored, *statistics)
 
 

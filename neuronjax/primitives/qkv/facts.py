@@ -74,7 +74,9 @@ ROTATING = ("qkv", "qkv_cte", "qkv_kernel", "qkv_fused_add_kernel")
 EMITTERS = ("qkv_kernel", "qkv_fused_add_kernel")
 # The operands of the macro, and the axis that a tile of each lays on the partitions.
 OPERANDS = "x w gamma beta bias mlp_prev attn_prev cos sin".split()
-TILE_AXES = dict(zip(OPERANDS, (2, 0, 1, 1, 1, 2, 2, 2, 2), strict=True))
+TILE_AXES: dict[str, int] = dict(
+    zip(OPERANDS, (2, 0, 1, 1, 1, 2, 2, 2, 2), strict=True)
+)
 COUNTS = ("hidden_actual", "d_head", "num_q_heads", "num_kv_heads")
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 # The prefill path takes what is longer or larger than these.
@@ -98,11 +100,13 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
         operands = {
             key: getattr(call, names[key]) if key in names else None for key in OPERANDS
         }
-        shape = {key: getattr(x, "shape", None) for key, x in operands.items()}
+        shape: dict[str, Any] = {
+            key: getattr(x, "shape", None) for key, x in operands.items()
+        }
         ranked = [len(shape[key] or ()) for key in ("x", "w")] == [3, 2]
         batch, seq, width = shape["x"] if ranked else (0, 0, 0)
         rope = operands["cos"] is not None
-        found = dict(
+        found: dict[str, Any] = dict(
             arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
             shape=SimpleNamespace(**shape),
             ranked=ranked,
@@ -138,11 +142,12 @@ def _narrow_or_integer(operands: dict[str, Any], names: dict[str, str]) -> str:
 
 def _traced(call: SimpleNamespace, eps: str) -> str:
     """The first setting that is no Python number, described; empty if none is."""
-    readers = {eps: float} | dict.fromkeys(COUNTS, operator.index)
+    readers: dict[str, Callable] = {eps: float} | dict.fromkeys(COUNTS, operator.index)
     for key, reader in readers.items():
-        value = getattr(call, key)
+        value: Any = getattr(call, key)
         try:
-            reader(0 if value is None and key != eps else value)
+            if value is not None or key == eps:
+                reader(value)
         except (TypeError, ValueError):
             return f"{key} of type {type(value).__name__}"
     return ""
@@ -176,9 +181,8 @@ def arguments(tiles: bool = False, **changes: Any) -> Callable[[str], dict[str, 
 
 def shapes(function: str, x: tuple[int, ...], w: tuple[int, ...]) -> dict[str, Any]:
     """Arguments too large to make: shapes alone."""
-    made = {"x": x, "w": w}
-    made = {key: jax.ShapeDtypeStruct(v, jnp.float32) for key, v in made.items()}
-    return arguments(**made)(function)
+    hidden, weight = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, w))
+    return arguments(x=hidden, w=weight)(function)
 
 
 def both(a: Any, b: Any) -> bool:
