@@ -5,6 +5,13 @@ from neuronjax.context import lowering as lowering
 from neuronjax.context import plain as plain
 from neuronjax.context import target as target
 from neuronjax.primitives.contracts import can as can
+from neuronjax.primitives.mlp import mlp as mlp
+from neuronjax.primitives.output_projection import (
+    output_projection_cte as output_projection_cte,
+)
+from neuronjax.primitives.output_projection import (
+    output_projection_tkg as output_projection_tkg,
+)
 from neuronjax.primitives.qkv import qkv as qkv
 from neuronjax.primitives.qkv import qkv_cte as qkv_cte
 from neuronjax.primitives.qkv import qkv_tkg as qkv_tkg

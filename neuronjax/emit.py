@@ -3,6 +3,15 @@
 An emitter of the catalog whose macro is not built yet is here too, and refuses.
 """
 
+from neuronjax.primitives.mlp import mlp_fused_add_kernel as mlp_fused_add_kernel
+from neuronjax.primitives.mlp import mlp_kernel as mlp_kernel
+from neuronjax.primitives.mlp import (
+    quant_mlp_fused_add_kernel as quant_mlp_fused_add_kernel,
+)
+from neuronjax.primitives.mlp import quant_mlp_kernel as quant_mlp_kernel
+from neuronjax.primitives.output_projection.macro import (
+    output_projection_kernel as output_projection_kernel,
+)
 from neuronjax.primitives.qkv.macro import qkv_fused_add_kernel as qkv_fused_add_kernel
 from neuronjax.primitives.qkv.macro import qkv_kernel as qkv_kernel
 from neuronjax.primitives.registry import CATALOG, resolve_family

@@ -1,0 +1,241 @@
+"""The rules of MLP calls: one row each, for the public function and the emitters."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+
+from neuronjax.primitives import contracts
+from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.mlp.facts import (
+    ALL,
+    ARGUMENTS,
+    DECODE_ROWS,
+    DTYPES,
+    LIMITS,
+    OPERANDS,
+    QUANTIZED,
+    arguments,
+)
+from neuronjax.primitives.options import (
+    ActFnType,
+    NormType,
+    QuantizationType,
+    member,
+    members,
+)
+from neuronjax.primitives.tile import PARTITIONS, MemrefTile
+
+PAIR = "Fused add requires both mlp_out and attn_out to be provided or neither of them"
+FUSED_ADD = ("mlp_fused_add_kernel", "quant_mlp_fused_add_kernel")
+_HIDDEN = jnp.zeros((1, 2, 8))
+_WEIGHTED = (NormType.RMS_NORM, NormType.LAYER_NORM)
+
+
+def _row(rule: str, message: str, violated=None, functions=ALL, **kwargs) -> None:
+    kwargs.setdefault("stage", 2)
+    text = "{function}: " + message
+    contracts.add(Contract(f"mlp.{rule}", functions, text, violated, **kwargs))
+
+
+def _mixed(function: str) -> dict[str, Any]:
+    tile = MemrefTile.from_tensor(_HIDDEN, 2)
+    if function in ARGUMENTS:
+        return arguments(hidden=tile)(function)
+    weights = dict(gate_w=jnp.zeros((8, 6)), up_w=jnp.zeros((8, 6)))
+    return dict(hidden=tile, down_w=jnp.zeros((6, 8)), **weights)
+
+
+def _lonely(function: str) -> dict[str, Any]:
+    whole = arguments()("mlp_fused_add_kernel")
+    del whole["norm"]
+    return dict(whole, mlp_out=_HIDDEN)
+
+
+for _function, _names in ARGUMENTS.items():
+    _ios = [_names[key] for key in OPERANDS if key in _names]
+    contracts.add(contracts.all_or_none_tiles(_function, _ios, _mixed))
+for _function, _ios in QUANTIZED.items():
+    contracts.add(contracts.all_or_none_tiles(_function, _ios, _mixed))
+contracts.add(
+    Contract(
+        "mlp.fused_add_pair",
+        FUSED_ADD,
+        PAIR,
+        lambda c: (c.mlp_out is None) != (c.attn_out is None),
+        example=_lonely,
+        stage=0,
+        literal=True,
+    )
+)
+_row(
+    "required",
+    "{missing} must be given",
+    lambda c: c.missing,
+    example=arguments(down_w=None),
+    stage=1,
+)
+_row(
+    "rank",
+    "{arg.hidden} must have shape [B, S, H] or [T, H] and {arg.up_w} [H, I], got "
+    "{shape.hidden} and {shape.up_w}",
+    lambda c: not c.missing and not c.ranked,
+    example=arguments(hidden=(8,)),
+    stage=1,
+)
+_row(
+    "activation",
+    f"{{arg.activation}} must be one of {members(ActFnType)}",
+    lambda c: c.kind is None,
+    example=arguments(activation="ReLU"),
+    stage=1,
+)
+_row(
+    "norm",
+    f"{{arg.norm}} must be one of {members(NormType)}, got {{norm_given}}",
+    lambda c: c.norm_kind is None,
+    example=arguments(norm="BATCH_NORM"),
+    stage=1,
+)
+_row(
+    "quantization",
+    f"quantization_type must be one of {members(QuantizationType)}",
+    lambda c: member(QuantizationType, c.quantization_type) is None,
+    functions=("mlp",),
+    example=arguments(quantization_type="INT3"),
+    stage=1,
+)
+_row(
+    "dtype",
+    "operands must be bfloat16, float16, float32 or float64, got {misfit}",
+    lambda c: c.misfit,
+    example=lambda function: arguments(up_w=jnp.zeros((8, 6), jnp.int8))(function),
+    stage=1,
+)
+_row(
+    "static",
+    "eps, clamp limits and lnc must be Python numbers, known while tracing, got "
+    "{traced}",
+    lambda c: c.traced,
+    example=arguments(eps=(2,)),
+    stage=1,
+)
+_row(
+    "output_dtype",
+    "{arg.out_dtype} must be bfloat16, float16, float32 or float64, got {out}",
+    lambda c: c.out is not None and jnp.dtype(c.out) not in DTYPES,
+    functions=("mlp", "mlp_kernel"),
+    example=arguments(out_dtype="int8"),
+    stage=1,
+)
+_row(
+    "tile_axis",
+    "{off_axis}",
+    lambda c: c.off_axis,
+    example=lambda function: arguments(
+        tiles=True, up_w=MemrefTile.from_tensor(jnp.zeros((8, 6)), 1)
+    )(function),
+    stage=1,
+)
+_row(
+    "positive",
+    "{arg.hidden} and {arg.up_w} must hold no axis of size 0, got {shape.hidden} and "
+    "{shape.up_w}",
+    lambda c: 0 in c.shape.hidden or 0 in c.shape.up_w,
+    example=arguments(hidden=(1, 0, 8)),
+)
+_row(
+    "shapes",
+    "{unlike}",
+    lambda c: c.unlike,
+    example=arguments(down_w=(6, 9)),
+)
+_row(
+    "gain",
+    "{arg.gamma} must be given for {arg.norm} RMS_NORM and LAYER_NORM, for no other",
+    lambda c: (c.gamma is not None) != (c.norm_kind in _WEIGHTED),
+    example=arguments(norm="RMS_NORM"),
+)
+_row(
+    "offset",
+    "{arg.beta} is for {arg.norm} LAYER_NORM only",
+    lambda c: c.beta is not None and c.norm_kind is not NormType.LAYER_NORM,
+    example=arguments(norm="RMS_NORM", gamma=(1, 8), beta=(1, 8)),
+)
+_row(
+    "store",
+    "{arg.store} needs {arg.addend}",
+    lambda c: c.store and c.addend is None,
+    functions=("mlp", "mlp_kernel"),
+    example=arguments(store=True),
+)
+
+
+def _gated(c: SimpleNamespace) -> bool:
+    limits = (c.gate_clamp_upper_limit, c.gate_clamp_lower_limit)
+    return c.skip and (c.gate_b is not None or limits != (None, None))
+
+
+_row(
+    "skipped_gate",
+    "{arg.skip_gate} leaves no gate for {arg.gate_b} and gate clamps",
+    _gated,
+    example=arguments(skip_gate=True, gate_b=(1, 6)),
+)
+_row(
+    "stored_layout",
+    "use_tkg_down_proj_optimized_layout takes tensors with H a multiple of 128 * lnc "
+    "= 128 * {lnc}, got {shape.hidden}",
+    lambda c: (
+        c.use_tkg_down_proj_optimized_layout
+        and (c.tiled or c.lnc < 1 or c.H % (PARTITIONS * int(c.lnc)) != 0)
+    ),
+    functions=("mlp",),
+    example=arguments(use_tkg_down_proj_optimized_layout=True),
+)
+_row(
+    "chip_width",
+    "the chip takes H in multiples of 128 for {arg.hidden}, got {shape.hidden}",
+    size=Size("H", lambda c: c.H, multiple=PARTITIONS),
+    example=arguments(tiles=True),
+    tag="hw",
+    stage=3,
+)
+
+
+def _prefills(c: SimpleNamespace) -> bool:
+    rows = 1
+    for size in c.shape.hidden[:-1]:
+        rows = rows * size
+    return c.force_cte_mode or not isinstance(rows, int) or rows > DECODE_ROWS
+
+
+_row(
+    "chip_clamps",
+    "the chip clamps on its decode path only (B * S <= 96, no force_cte_mode), got "
+    "{shape.hidden}",
+    lambda c: any(getattr(c, key) is not None for key in LIMITS) and _prefills(c),
+    functions=("mlp",),
+    example=arguments(hidden=(1, 97, 8), up_clamp_upper_limit=1.0),
+    tag="hw",
+    stage=3,
+)
+_row(
+    "chip_stored_layout",
+    "the chip takes use_tkg_down_proj_optimized_layout on its decode path only, with "
+    "use_tkg_down_proj_column_tiling=False",
+    lambda c: (
+        c.use_tkg_down_proj_optimized_layout
+        and (c.use_tkg_down_proj_column_tiling or _prefills(c))
+    ),
+    functions=("mlp",),
+    example=arguments(
+        hidden=(1, 2, 128),
+        gate_w=(128, 6),
+        up_w=(128, 6),
+        down_w=(6, 128),
+        use_tkg_down_proj_optimized_layout=True,
+    ),
+    tag="hw",
+    stage=3,
+)
