@@ -28,7 +28,7 @@ from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
 PAIR = "Fused add requires both mlp_out and attn_out to be provided or neither of them"
 FUSED_ADD = ("mlp_fused_add_kernel", "quant_mlp_fused_add_kernel")
-_HIDDEN = jnp.zeros((1, 2, 8))
+_HIDDEN = (1, 2, 8)
 _WEIGHTED = (NormType.RMS_NORM, NormType.LAYER_NORM)
 
 
@@ -39,7 +39,7 @@ def _row(rule: str, message: str, violated=None, functions=ALL, **kwargs) -> Non
 
 
 def _mixed(function: str) -> dict[str, Any]:
-    tile = MemrefTile.from_tensor(_HIDDEN, 2)
+    tile = MemrefTile.from_tensor(jnp.zeros(_HIDDEN), 2)
     if function in ARGUMENTS:
         return arguments(hidden=tile)(function)
     weights = dict(gate_w=jnp.zeros((8, 6)), up_w=jnp.zeros((8, 6)))
@@ -49,7 +49,7 @@ def _mixed(function: str) -> dict[str, Any]:
 def _lonely(function: str) -> dict[str, Any]:
     whole = arguments()("mlp_fused_add_kernel")
     del whole["norm"]
-    return dict(whole, mlp_out=_HIDDEN)
+    return dict(whole, mlp_out=jnp.zeros(_HIDDEN))
 
 
 for _function, _names in ARGUMENTS.items():
