@@ -80,8 +80,7 @@ def output_projection_bwd(
 ) -> tuple[Array, Array, Array | None]:
     """Returns the cotangents of attention, weight and bias; the map is bilinear."""
     dtype, acc = _dtypes(attention, weight)
-    tokens = _tokens(attention, form, is_tiled)
-    dy = _flat(d_out.astype(acc), tokens, transpose_out, is_tiled)
+    dy = _flat(d_out.astype(acc), attention.shape[-1], transpose_out, is_tiled)
     narrow, w = dy.astype(dtype), weight.astype(dtype)
     if is_tiled:
         x, narrow = attention.astype(dtype), lax.collapse(narrow, 0, 2)
@@ -147,12 +146,6 @@ def _rows(attention, form: str):
     return lax.collapse(attention.transpose(_TO_ROWS[form]), 2, 4)
 
 
-def _tokens(attention, form: str, is_tiled: bool) -> tuple[int, int]:
-    if is_tiled:
-        return attention.shape[2], attention.shape[4]
-    return attention.shape[0 if form == "BNDS" else 1], attention.shape[3]
-
-
 def _split(x, axis: int, inner: int):
     """Splits one axis in two, the inner one of size `inner`."""
     shape = (*x.shape[:axis], x.shape[axis] // inner, inner, *x.shape[axis + 1 :])
@@ -182,9 +175,8 @@ def _arranged(y, form: str, transpose_out: bool, cores, is_tiled: bool):
     return _split(wide, 2, wide.shape[2] // PARTITIONS).transpose(2, 1, 3, 0)
 
 
-def _flat(d_out, tokens: tuple[int, int], transpose_out: bool, is_tiled: bool):
-    """The inverse of `_arranged`."""
-    seq = tokens[1]
+def _flat(d_out, seq, transpose_out: bool, is_tiled: bool):
+    """The inverse of `_arranged`; `seq` may be symbolic."""
     if is_tiled:
         if transpose_out:
             wide = lax.collapse(d_out[:, 0].transpose(1, 0, 2, 3), 1, 3)

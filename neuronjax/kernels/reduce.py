@@ -4,6 +4,8 @@
 reads them. Root-mean-square norms give `(y, rstd)`, layer norm `(y, mean, rstd)`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -124,7 +126,7 @@ def reduce_plain_bwd(x, scale, bias, *both, name: str, **config):
         for out, c in zip(outs, cotangents, strict=True)
     )
     y, pull = jax.vjp(
-        lambda *given: _plain_apply(*given, config), x, scale, bias, stats
+        functools.partial(_plain_apply, config=config), x, scale, bias, stats
     )
     dx, dscale, dbias, d_applied = pull(dy.astype(y.dtype))
     *d_mean, d_rstd = (a + b for a, b in zip(d_applied, d_stats, strict=True))

@@ -40,7 +40,8 @@ def _tables(table: jax.Array, full: bool, acc: Any, heads: int) -> tuple[Any, An
     """The table's columns for the first and the second channel, with a head axis."""
     wide = jnp.expand_dims(table.astype(acc), heads)
     if full:
-        return tuple(jnp.split(wide, 2, -1))
+        first, second = jnp.split(wide, 2, -1)
+        return first, second
     return wide, wide
 
 

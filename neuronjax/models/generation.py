@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from neuronjax.models.llama import Llama
 
 # Prompts and caches are padded to multiples of this: one compilation serves many
-lengths.GRAIN = 64
+# lengths.
+GRAIN = 64
 
 
 def generate(

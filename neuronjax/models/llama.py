@@ -52,7 +52,7 @@ class Llama(nnx.Module):
             else parameter(init, table, names, rngs, param_dtype)
         )
         types = dict(dtype=dtype, param_dtype=param_dtype)
-        self.layers = _layers(config, scan_layers, rngs, types)
+        self.layers: Any = _layers(config, scan_layers, rngs, types)
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, **types, rngs=rngs)
 
     def __call__(

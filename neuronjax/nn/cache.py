@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from neuronjax.kernels.kv_cache import write_slots
@@ -58,7 +59,7 @@ def write_cache(
     Args:
         cache: `[batch, ...]`, slots along `axis`.
         new: the same shape, with as many slots as are written; cast to the cache's
-        dtype.
+            dtype.
         position: `[batch]`, the first slot of each row.
         axis: the slots' axis, not 0.
 
@@ -82,7 +83,7 @@ def write_cache(
             f"write_cache: new and position must have shapes {expected} and "
             f"{cache.shape[:1]}, got {new.shape} and {position.shape}"
         )
-    if not isinstance(position, jax.core.Tracer):
+    if not isinstance(position, Tracer):
         last = cache.shape[axis] - new.shape[axis]
         if bool(jnp.any((position < 0) | (position > last))):
             raise ValueError(

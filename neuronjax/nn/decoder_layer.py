@@ -39,7 +39,8 @@ class DecoderLayer(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        kind = dict(norm_eps=norm_eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kind: dict[str, Any] = dict(norm_eps=norm_eps, rngs=rngs)
+        kind |= dict(dtype=dtype, param_dtype=param_dtype)
         self.attention = Attention(d_model, num_heads, num_kv_heads, head_dim, **kind)
         self.mlp = MLP(d_model, d_ff, **kind)
 

@@ -18,8 +18,7 @@ def parameter(
     """A parameter whose axes carry the mesh axes that may split them.
 
     The names are there for `nnx.get_partition_spec`. Nothing is placed while the layer
-    is
-    built: a mesh need not have these axes.
+    is built: a mesh need not have these axes.
     """
     value = init(rngs.params(), shape, dtype)
     return nnx.Param(value, out_sharding=names, eager_sharding=False)

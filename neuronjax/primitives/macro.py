@@ -70,9 +70,8 @@ class MacroFamily:
             backward macro. A cotangent is `None` where nothing used that output; that
             of EVERY output counts, or second order is silently wrong. Without
             `backward`, the leaf's own vjp is taken.
-        static: the leaf with static loop bounds, for the one place where a leaf itself
-        is
-            transposed: grad of grad.
+        static: the leaf with static loop bounds, for the one place where a leaf
+            itself is transposed: grad of grad.
         guard: the NAMEs that the refusal of a foreign one lists.
         example: `example(name, dtype, batch)` gives an `Example`.
         refuses: transformation -> why this family refuses it.
@@ -248,11 +247,10 @@ class MacroFamily:
             ]
             return [uniform(g, primals[i])[0] for i, g in zip(wrt, casts, strict=True)]
 
+        pulled: Callable = gradients
         for dims, axis_name in reversed(axes):
-            gradients = _vmap_and_sum(
-                gradients, dims[:n], dims[n:m], dims[m:], axis_name
-            )
-        grads = gradients(list(operands[:n]), list(operands[n:m]), cotangents)
+            pulled = _vmap_and_sum(pulled, dims[:n], dims[n:m], dims[m:], axis_name)
+        grads = pulled(list(operands[:n]), list(operands[n:m]), cotangents)
         return [None] * m + grads
 
     def _own_vjp(self, primals, outs, cotangents, wrt, tree, name, config):
@@ -266,6 +264,7 @@ class MacroFamily:
         return pull(uniform(*seeds, *primals)[: len(seeds)])
 
     def _emit_backward(self, primals, outs, cotangents, wrt, tree, name, config):
+        assert self.backward is not None
         operands = jax.tree.unflatten(tree, primals)
         grads = self.backward(operands, outs, cotangents, name=name, **config)
         grads = tree.flatten_up_to(tuple(grads))

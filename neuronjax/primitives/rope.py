@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from neuronjax.kernels import rope as kernel
@@ -59,6 +60,7 @@ def RoPE(
 
     Example:
         >>> import jax.numpy as jnp
+import numpy as np
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(4, 1, 1, 1)
         >>> cos = jnp.array([0.0, 1.0]).reshape(2, 1, 1)
         >>> sin = jnp.array([1.0, 0.0]).reshape(2, 1, 1)
@@ -124,8 +126,8 @@ def rope_hf(
     shape = (q.shape[0], q.shape[2], q.shape[3])
     cos, sin = (jnp.broadcast_to(t.astype(q.dtype), shape) for t in (cos, sin))
     if backward:
-        return tuple(_transposed(x, cos, sin) for x in (q, k))
-    return tuple(rope_kernel(x, cos, sin, full=True) for x in (q, k))
+        return _transposed(q, cos, sin), _transposed(k, cos, sin)
+    return rope_kernel(q, cos, sin, full=True), rope_kernel(k, cos, sin, full=True)
 
 
 def rope_kernel(
@@ -200,12 +202,12 @@ rope = MacroFamily(
 
 
 def _arguments(shape=(8, 1, 2, 3), table=(4, 1, 3), **changes):
-    x, cos = jnp.zeros(shape), jnp.zeros(table)
+    x, cos = np.zeros(shape, np.float32), np.zeros(table, np.float32)
     return lambda function: dict(dict(x_in=x, cos=cos, sin=cos), **changes)
 
 
 def _hf_arguments(shape=(1, 2, 3, 8), table=(1, 3, 8), **changes):
-    q, cos = jnp.zeros(shape), jnp.zeros(table)
+    q, cos = np.zeros(shape, np.float32), np.zeros(table, np.float32)
     return lambda function: dict(dict(q=q, k=q, cos=cos, sin=cos), **changes)
 
 
@@ -245,7 +247,7 @@ contracts.add(
         ("RoPE",),
         "{function}: cos and sin must have one dtype, got {cos.dtype} and {sin.dtype}",
         lambda c: c.cos.dtype != c.sin.dtype,
-        example=_arguments(sin=jnp.zeros((4, 1, 3), jnp.bfloat16)),
+        example=_arguments(sin=np.zeros((4, 1, 3), jnp.bfloat16)),
     ),
     Contract(
         "rope.head_dim",
@@ -265,7 +267,7 @@ contracts.add(
             or c.k.ndim != 4
             or (c.q.shape[0], *c.q.shape[2:]) != (c.k.shape[0], *c.k.shape[2:])
         ),
-        example=_hf_arguments(k=jnp.zeros((1, 2, 3, 6))),
+        example=_hf_arguments(k=np.zeros((1, 2, 3, 6), np.float32)),
         stage=0,
     ),
     Contract(
@@ -302,7 +304,7 @@ contracts.add(
         ("rope_hf",),
         "{function}: cos and sin must have one shape, got {cos.shape} and {sin.shape}",
         lambda c: c.cos is not None and c.cos.shape != c.sin.shape,
-        example=_hf_arguments(sin=jnp.zeros((3, 8))),
+        example=_hf_arguments(sin=np.zeros((3, 8), np.float32)),
     ),
     Contract(
         "rope_hf.seq",

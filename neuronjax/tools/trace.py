@@ -131,7 +131,7 @@ def _macros(jaxpr: Jaxpr, times: int) -> Iterator[tuple[JaxprEqn, MacroFamily, i
 def _row(eqn: JaxprEqn, family: MacroFamily) -> MacroRow:
     name, config = eqn.params["name"], eqn.params["config"]
     entry = registry.resolve_kernel_config(name)
-    avals = [v.aval for v in eqn.invars]
+    avals: list[Any] = [v.aval for v in eqn.invars]
     tiled = dict(config).get("is_tiled", entry.tiled)
     values = [*avals, *(v.aval for v in eqn.outvars)]
     return MacroRow(
@@ -147,12 +147,16 @@ def _row(eqn: JaxprEqn, family: MacroFamily) -> MacroRow:
     )
 
 
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
 def _flops(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+            lhs, out = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+            total += 2 * math.prod(lhs[i] for i in contracted) * math.prod(out)
         total += _repeats(eqn) * sum(map(_flops, inner_jaxprs(eqn)))
     return total

@@ -142,7 +142,7 @@ def _narrow_or_integer(operands: dict[str, Any], names: dict[str, str]) -> str:
 
 def _traced(call: SimpleNamespace, eps: str) -> str:
     """The first setting that is no Python number, described; empty if none is."""
-    readers: dict[str, Callable] = {eps: float} | dict.fromkeys(COUNTS, operator.index)
+    readers: dict[str, Any] = {eps: float} | dict.fromkeys(COUNTS, operator.index)
     for key, reader in readers.items():
         value: Any = getattr(call, key)
         try:

@@ -81,7 +81,7 @@ def qkv(
     load_input_with_DMA_transpose: bool = True,
     is_h_dim_4h_transposed: bool = False,
     weight_layout: QKVWeightLayout | str = QKVWeightLayout.CONTIGUOUS,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     r"""Projects activations to query, key and value heads, norm and rotation fused.
 
     $$x = \mathrm{input} + \mathrm{mlp} + \mathrm{attention}, \qquad
@@ -308,7 +308,7 @@ def qkv_tkg(
     norm_bias: PerChannel | None = None,
     hidden_actual: int | None = None,
     sbm: None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """The decode path of `qkv`; its norm is RMSNorm unless another is named.
 
     Args:
