@@ -83,7 +83,7 @@ class Rows:
 
     @staticmethod
     def project(
-        x: jax.Array, w: jax.Array, _: tuple[int, ...], *, like: Like = None
+        x: jax.Array, w: jax.Array, _: jax.Array, *, like: Like = None
     ) -> jax.Array:
         rows = _letters(x.ndim - 1)
         return _product(f"{rows}x,xy->{rows}y", x, w, like=like)
@@ -98,10 +98,6 @@ class Rows:
         rows = _letters(x.ndim - 1)
         return _product(f"{rows}x,{rows}y->xy", x, dy, like=w).astype(w.dtype)
 
-    @staticmethod
-    def width(w: jax.Array) -> tuple[int, ...]:
-        return w.shape[:1]
-
 
 class Tiles:
     """Features as `n = p*C + c` on the two leading axes; a weight is `[p, c, out]`.
@@ -114,9 +110,10 @@ class Tiles:
 
     @staticmethod
     def project(
-        x: jax.Array, w: jax.Array, width: tuple[int, ...], *, like: Like = None
+        x: jax.Array, w: jax.Array, tile: jax.Array, *, like: Like = None
     ) -> jax.Array:
-        rows, split = _letters(x.ndim - 2), w.reshape(*w.shape[:2], *width)
+        """`x @ w`, its features on the partitions and chunks that `tile` has."""
+        rows, split = _letters(x.ndim - 2), w.reshape(*w.shape[:2], *tile.shape[:2])
         return _product(f"pcqd,pc{rows}->qd{rows}", split, x, like=like)
 
     @staticmethod
@@ -129,10 +126,6 @@ class Tiles:
         rows, split = _letters(x.ndim - 2), w.reshape(*w.shape[:2], *dy.shape[:2])
         grad = _product(f"pc{rows},qd{rows}->pcqd", x, dy, like=split)
         return grad.reshape(w.shape).astype(w.dtype)
-
-    @staticmethod
-    def width(w: jax.Array) -> tuple[int, ...]:
-        return w.shape[:2]
 
 
 Layout = type[Rows] | type[Tiles]
@@ -209,17 +202,16 @@ def _added(ops: Operands, opts: Options) -> jax.Array:
 def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
     x0 = _added(ops, opts)
     x, _ = _norm(x0, ops, opts, at.axes)
-    width, dtype = at.width(ops.down_w), ops.hidden.dtype
-    up = _plus(at.project(x, ops.up_w, width), ops.up_b, at.axes)
+    dtype = ops.hidden.dtype
+    up = _plus(at.project(x, ops.up_w, ops.down_w), ops.up_b, at.axes)
     clamped_up = _clamp(up, opts.up_limits)
     if opts.skip_gate:
         middle, stored = activation(clamped_up, opts.activation), (up,)
     else:
-        gate = _plus(at.project(x, ops.gate_w, width), ops.gate_b, at.axes)
+        gate = _plus(at.project(x, ops.gate_w, ops.down_w), ops.gate_b, at.axes)
         opened = activation(_clamp(gate, opts.gate_limits), opts.activation)
         middle, stored = opened * clamped_up, (gate, up)
-    model, middle = ops.hidden.shape[:2], middle.astype(dtype)
-    out = at.project(middle, ops.down_w, model, like=ops.hidden)
+    out = at.project(middle.astype(dtype), ops.down_w, ops.hidden, like=ops.hidden)
     out = _plus(out, ops.down_b, at.axes)
     if opts.fused_add == "epilogue":
         out = out + ops.residual.astype(out.dtype)

@@ -298,6 +298,7 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     shapes = {k: v for k, v in _SHAPES.items() if k != "beta" or is_tiled} | rows
     keys = iter(jax.random.split(jax.random.key(7), 32))
     made = {k: jax.random.normal(next(keys), v, dtype) for k, v in shapes.items()}
+    made = {k: x if k in rows else x / 2 for k, x in made.items()}
     if is_tiled:
         made = {k: _tile(x, TILE_AXES[k]) for k, x in made.items()}
     operands = tuple(made.get(key) for key in dense.Operands._fields)
