@@ -10,7 +10,7 @@ from flax import nnx
 
 from neuronjax.models.config import LlamaConfig
 from neuronjax.models.llama import Llama
-from neuronjax.models.packing import pack_qkv
+from neuronjax.models.packing import from_hugging_face
 
 
 def load_llama(
@@ -37,45 +37,19 @@ def load_llama(
             config, scan_layers=scan_layers, param_dtype=dtype, rngs=nnx.Rngs(0)
         )
     )
-    layers: Any = [_layer(tensors, i, config) for i in range(config.num_layers)]
-    if scan_layers:
-        layers = jax.tree.map(lambda *rows: np.stack(rows), *layers)
+    values = from_hugging_face(tensors, config.num_layers)
+    if config.tie_embeddings:
+        values.pop("head", None)
     else:
-        layers = dict(enumerate(layers))
-    values = {
-        "embedding": tensors["model.embed_tokens.weight"],
-        "norm": {"scale": tensors["model.norm.weight"]},
-        "layers": layers,
-    }
-    if not config.tie_embeddings:
         values["head"] = tensors["lm_head.weight"]
+    if scan_layers:
+        layers = values["layers"].values()
+        values["layers"] = jax.tree.map(lambda *rows: np.stack(rows), *layers)
     graph, state = nnx.split(model)
     jax.tree.map(_require_shape, values, nnx.to_pure_dict(state))
     arrays = jax.tree.map(lambda value: jnp.asarray(value, dtype), values)
     nnx.replace_by_pure_dict(state, arrays)
     return nnx.merge(graph, state)
-
-
-def _layer(tensors: Mapping[str, np.ndarray], index: int, config: LlamaConfig) -> dict:
-    """One layer's parameters under our names."""
-
-    def weight(name: str) -> np.ndarray:
-        return tensors[f"model.layers.{index}.{name}.weight"]
-
-    projections = (weight(f"self_attn.{n}_proj").T for n in "qkv")
-    return {
-        "attention": {
-            "qkv": pack_qkv(*projections),
-            "out": weight("self_attn.o_proj").T,
-            "norm": weight("input_layernorm"),
-        },
-        "mlp": {
-            "gate": weight("mlp.gate_proj").T,
-            "up": weight("mlp.up_proj").T,
-            "down": weight("mlp.down_proj").T,
-            "norm": weight("post_attention_layernorm"),
-        },
-    }
 
 
 def _require_shape(value: np.ndarray, parameter: jax.ShapeDtypeStruct) -> None:
