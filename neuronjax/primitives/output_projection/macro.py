@@ -54,7 +54,7 @@ def output_projection_kernel(
         `[B, S, H]`, in decode `[B*S, H]`, or the transposed layout; for tiles a tile
         of it on `H`, in the transposed layout on its 128 rows.
     """
-    operands = (attention, weight, bias)
+    operands: tuple[Any, ...] = (attention, weight, bias)
     is_tiled = is_all_io_type_memref_tile(operands, "output_projection_kernel")
     config = dict(
         form=form,
@@ -66,7 +66,7 @@ def output_projection_kernel(
     )
     if not is_tiled:
         return output_projection(*operands, name=NAME, **config)[0]
-    tiles = dict(attention=attention, weight=weight, bias=bias)
+    tiles = dict(zip(("attention", "weight", "bias"), operands, strict=True))
     require_partitions("output_projection_kernel", **tiles)
     data = [None if tile is None else tile.data for tile in operands]
     axis = 2 if form == "BNDS" else 0 if transpose_out else 1

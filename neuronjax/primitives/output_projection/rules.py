@@ -25,14 +25,18 @@ def facts(form: str | None):
 
     def read(call: SimpleNamespace) -> dict[str, Any]:
         layout = form or call.form
-        shapes = [getattr(x, "shape", None) for x in (call.attention, call.weight)]
+        shapes: list[Any] = [
+            getattr(x, "shape", None) for x in (call.attention, call.weight)
+        ]
         tiled = isinstance(call.attention, MemrefTile)
         ranked = [len(shape or ()) for shape in shapes] == [4, 3 if tiled else 2]
         ranked = ranked and layout in FORMS.values()
-        sizes = dict(zip(layout, shapes[0], strict=True)) if ranked else {}
+        sizes: dict[str, Any] = dict.fromkeys("BNDS", 0)
+        if ranked:
+            sizes |= zip(layout, shapes[0], strict=True)
         operands = dict(attention=call.attention, weight=call.weight, bias=call.bias)
         width = shapes[1][-1] if ranked else 0
-        return dict.fromkeys("BNDS", 0) | dict(
+        return dict(
             attention_shape=shapes[0],
             weight_shape=shapes[1],
             bias_shape=getattr(call.bias, "shape", None),
@@ -87,7 +91,7 @@ def _arguments(tiles: bool = False, **changes: Any) -> Callable[[str], dict[str,
     """
 
     def build(function: str) -> dict[str, Any]:
-        given = dict(attention=(1, 2, 4, 3), weight=(8, 6)) | changes
+        given: dict[str, Any] = dict(attention=(1, 2, 4, 3), weight=(8, 6)) | changes
         form = given.get("form", FORMS.get(function, "BNDS"))
         if form == "DBNS" and len(given["attention"]) == 4:
             b, n, d, s = given["attention"]
