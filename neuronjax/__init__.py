@@ -4,6 +4,8 @@ from neuronjax import emit as emit
 from neuronjax.context import lowering as lowering
 from neuronjax.context import plain as plain
 from neuronjax.context import target as target
+from neuronjax.primitives.attention.decode import AttnTKGConfig as AttnTKGConfig
+from neuronjax.primitives.attention.decode import attention_tkg as attention_tkg
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.mlp import mlp as mlp
 from neuronjax.primitives.output_projection import (
@@ -15,6 +17,8 @@ from neuronjax.primitives.output_projection import (
 from neuronjax.primitives.qkv import qkv as qkv
 from neuronjax.primitives.qkv import qkv_cte as qkv_cte
 from neuronjax.primitives.qkv import qkv_tkg as qkv_tkg
+from neuronjax.primitives.reduce import layer_norm as layer_norm
+from neuronjax.primitives.reduce import rms_norm as rms_norm
 from neuronjax.primitives.registry import resolve_kernel_config as resolve_kernel_config
 from neuronjax.primitives.rope import RoPE as RoPE
 from neuronjax.primitives.rope import rope_hf as rope_hf

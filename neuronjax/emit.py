@@ -3,6 +3,9 @@
 An emitter of the catalog whose macro is not built yet is here too, and refuses.
 """
 
+from neuronjax.primitives.attention.decode import (
+    attention_tkg_fwd_kernel as attention_tkg_fwd_kernel,
+)
 from neuronjax.primitives.mlp import mlp_fused_add_kernel as mlp_fused_add_kernel
 from neuronjax.primitives.mlp import mlp_kernel as mlp_kernel
 from neuronjax.primitives.mlp import (
@@ -14,6 +17,9 @@ from neuronjax.primitives.output_projection.macro import (
 )
 from neuronjax.primitives.qkv.macro import qkv_fused_add_kernel as qkv_fused_add_kernel
 from neuronjax.primitives.qkv.macro import qkv_kernel as qkv_kernel
+from neuronjax.primitives.reduce import (
+    neuron_reduce_macro_kernel as neuron_reduce_macro_kernel,
+)
 from neuronjax.primitives.registry import CATALOG, resolve_family
 from neuronjax.primitives.rope import rope_kernel as rope_kernel
 
