@@ -1,0 +1,1 @@
+"""Attention leaves: prefill, its backward, decode, tiled, and their plain references."""
