@@ -188,9 +188,9 @@ def test_a_row_that_sees_nothing_gets_zero_and_finite_gradients():
     _, pull = jax.vjp(out, q, k_prior, v_prior)
     for scale in (1.0, 1e30):
         dq, dk, dv = pull(jnp.array([1.0, scale]).reshape(1, 1, 1, 2))
-        np.testing.assert_allclose(dq.ravel(), [0.393224, 0], atol=1e-6)
-        np.testing.assert_allclose(dk.ravel(), [-0.393224, 0.393224], atol=1e-6)
-        np.testing.assert_allclose(dv.ravel(), [0.268941, 0.731059], atol=1e-6)
+        np.testing.assert_allclose(dq.ravel(), [0.393224, 0], atol=2e-6)
+        np.testing.assert_allclose(dk.ravel(), [-0.393224, 0.393224], atol=2e-6)
+        np.testing.assert_allclose(dv.ravel(), [0.268941, 0.731059], atol=2e-6)
 
 
 def test_three_cached_and_two_new_tokens_are_causal_at_the_end():

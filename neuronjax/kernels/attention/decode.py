@@ -17,6 +17,7 @@ from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.rope import rope_bwd, rope_fwd
 
 Heads = Float[Array, "batch _ _ _"]
+Cached = Float[Array, "rows num_kv_heads _ _"]
 
 # b batch, n key heads, g query heads of a group, t new tokens, s slots, d width.
 _WEIGH = "bngts,bnsd->bngtd"
@@ -48,8 +49,8 @@ def attention_decode_fwd(
     q: Heads,
     k_active: Heads | None,
     v_active: Heads | None,
-    k_prior: Heads,
-    v_prior: Heads,
+    k_prior: Cached,
+    v_prior: Cached,
     mask: Bool[Array, "slots batch num_heads seq"] | None,
     lengths: Int[Array, " batch"] | None,
     positions: Int[Array, "batch seq"] | None,
@@ -100,8 +101,8 @@ def attention_decode_bwd(
     q: Heads,
     k_active: Heads | None,
     v_active: Heads | None,
-    k_prior: Heads,
-    v_prior: Heads,
+    k_prior: Cached,
+    v_prior: Cached,
     mask: Bool[Array, "slots batch num_heads seq"] | None,
     lengths: Int[Array, " batch"] | None,
     positions: Int[Array, "batch seq"] | None,

@@ -31,7 +31,11 @@ def tkg_facts(call: SimpleNamespace) -> dict[str, Any]:
         inv_freqs=(d // 2, 1),
     )
     return dict(
-        expected={k: v for k, v in expected.items() if _misfits(call, k, v)},
+        expected=", ".join(
+            f"{argument} {shape}"
+            for argument, shape in expected.items()
+            if _misfits(call, argument, shape)
+        ),
         columns=rows * heads * c.s_active,
         tiled=False,
     )
