@@ -16,6 +16,7 @@ from benchmarks.workload import (
     Workload,
     jax_forward_backward,
     jax_work,
+    slow_bfloat16,
     torch_work,
 )
 
@@ -185,19 +186,23 @@ def _too_large(case: Case) -> str:
     return "keeps S x S arrays: over 12 GB" if large else ""
 
 
+def _torch_math_skip(case: Case) -> str:
+    return _too_large(case) or slow_bfloat16(case)
+
+
 WORKLOAD = Workload(
     name="attention",
     title="Causal attention",
     cases=CASES,
     sides={
-        "torch_flash": Side(_torch("FLASH_ATTENTION"), "torch"),
+        "torch_flash": Side(_torch("FLASH_ATTENTION"), "torch", skip=slow_bfloat16),
         "jax_nn": Side(_seq_major(_jax_nn), skip=_too_large),
         "flax": Side(_seq_major(_flax), skip=_too_large),
         "jnp": Side(_seq_major(_jnp), skip=_too_large),
         "tokamax_chunked": Side(
             _seq_major(_tokamax("xla_chunked")), "peers", skip=_too_large
         ),
-        "torch_math": Side(_torch("MATH"), "torch", skip=_too_large),
+        "torch_math": Side(_torch("MATH"), "torch", skip=_torch_math_skip),
         "neuronjax": Side(_neuronjax(1)),
         "neuronjax_2dev": Side(_neuronjax(2), devices=2),
     },

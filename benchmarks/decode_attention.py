@@ -7,7 +7,16 @@ Each side gets its cache in the layout that it documents; outputs are compared a
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.workload import Case, Side, Target, Work, Workload, jax_work, torch_work
+from benchmarks.workload import (
+    Case,
+    Side,
+    Target,
+    Work,
+    Workload,
+    jax_work,
+    slow_bfloat16,
+    torch_work,
+)
 
 CASES = {
     f"batch{batch}_{dtype}": {
@@ -154,8 +163,8 @@ WORKLOAD = Workload(
     title="Decode attention",
     cases=CASES,
     sides={
-        "torch_sdpa": Side(_torch, "torch"),
-        "torch_matmul": Side(_torch_matmul, "torch"),
+        "torch_sdpa": Side(_torch, "torch", skip=slow_bfloat16),
+        "torch_matmul": Side(_torch_matmul, "torch", skip=slow_bfloat16),
         "jax_nn": Side(_jax_side(_jax_nn, seq_major=True)),
         "tokamax": Side(_jax_side(_tokamax, seq_major=True), "peers"),
         "jnp_repeated": Side(_jax_side(_jnp_repeated, seq_major=False)),

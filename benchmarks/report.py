@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import json
 import math
+import operator
 import os
 import pathlib
 import platform
@@ -30,11 +31,18 @@ COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A target beside what was measured: `ratios` are paired round by round."""
+    """A target beside what was measured.
+
+    Attributes:
+        ratios: paired round by round; single values where the target is absolute.
+        cpu_ratio: of the medians of processor time, which another process's load
+            touches less; `None` where time is not compared.
+    """
 
     target: Target
     case: str
     ratios: list[float]
+    cpu_ratio: float | None = None
 
     @property
     def met(self) -> bool:
@@ -93,18 +101,22 @@ def verdicts(workload: Workload, case: str, results: Sequence[Result]) -> list[V
     for target in workload.targets:
         wanted = {target.side} | ({target.against} - {""})
         if fnmatch.fnmatch(case, target.cases) and wanted <= by_side.keys():
-            mine = by_side[target.side]
+            mine, cpu_ratio = by_side[target.side], None
             if target.against:
-                ratios = mine.ratios(by_side[target.against], target.measure)
+                theirs = by_side[target.against]
+                ratios = mine.ratios(theirs, target.measure)
             else:
                 ratios = mine.measure(target.measure)
-            found.append(Verdict(target, case, ratios))
+            if target.against and target.measure == "ms":
+                medians = map(statistics.median, (mine.cpu_ms, theirs.cpu_ms))
+                cpu_ratio = operator.truediv(*medians)
+            found.append(Verdict(target, case, ratios, cpu_ratio))
     return found
 
 
 def target_table(found: Sequence[Verdict]) -> str:
     """The markdown table of targets, met and missed."""
-    head = ("case", "side", "measure", "against", "target", "measured", "")
+    head = ("case", "side", "measure", "against", "target", "measured", "cpu", "")
     lines = [_row(head), _row(["---"] * len(head))]
     for verdict in found:
         target = verdict.target
@@ -117,6 +129,7 @@ def target_table(found: Sequence[Verdict]) -> str:
                     target.against,
                     f"<= {target.at_most:g}",
                     spread(verdict.ratios),
+                    "" if verdict.cpu_ratio is None else f"{verdict.cpu_ratio:.2f}",
                     "met" if verdict.met else "missed",
                 ]
             )

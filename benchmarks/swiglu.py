@@ -11,6 +11,7 @@ from benchmarks.workload import (
     Workload,
     jax_forward_backward,
     jax_work,
+    slow_bfloat16,
     torch_work,
 )
 
@@ -110,7 +111,7 @@ WORKLOAD = Workload(
     title="SwiGLU",
     cases=CASES,
     sides={
-        "torch": Side(_torch, "torch"),
+        "torch": Side(_torch, "torch", skip=slow_bfloat16),
         "jnp": Side(_jax_side(_jnp)),
         "jnp_float32_accumulation": Side(_jax_side(_jnp_wide)),
         "neuronjax": Side(_jax_side(_neuronjax)),

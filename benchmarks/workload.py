@@ -49,6 +49,17 @@ class Side:
     skip: Callable[[Case], str] = lambda case: ""
 
 
+def slow_bfloat16(case: Case) -> str:
+    """Why PyTorch sides skip bfloat16 on a processor without AVX-512.
+
+    One product of 2048 x 1024 x 2816 takes it half a minute there.
+    """
+    with open("/proc/cpuinfo") as cpuinfo:
+        fast = "avx512" in cpuinfo.read()
+    slow = case["dtype"] == "bfloat16" and not fast
+    return "PyTorch's bfloat16 needs AVX-512" if slow else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A limit on what `side` may take, in units of what `against` took.

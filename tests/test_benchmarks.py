@@ -34,8 +34,8 @@ def _workload(*targets: Target) -> Workload:
 
 def test_a_target_reads_the_ratios_of_one_round():
     # The machine slowed down threefold in the last round; no ratio shows it.
-    ours = Result("ours", ms=[10.0, 10.0, 30.0], facts={"run_mb": 0.2})
-    peer = Result("peer", ms=[20.0, 20.0, 60.0], facts={"run_mb": 100.0})
+    ours = Result("ours", [10.0, 10.0, 30.0], [9.0] * 3, {"run_mb": 0.2})
+    peer = Result("peer", [20.0, 20.0, 60.0], [36.0] * 3, {"run_mb": 100.0})
     workload = _workload(
         Target("ours", "*", "ms", 0.5, "peer"),
         Target("ours", "*", "ms", 0.4, "peer"),
@@ -45,6 +45,7 @@ def test_a_target_reads_the_ratios_of_one_round():
     found = verdicts(workload, "case", [peer, ours])
     assert [verdict.ratios for verdict in found] == [[0.5] * 3, [0.5] * 3, [0.01]]
     assert [verdict.met for verdict in found] == [True, False, True]
+    assert [verdict.cpu_ratio for verdict in found] == [0.25, 0.25, None]
 
 
 def test_a_side_that_failed_has_no_verdict():
