@@ -10,6 +10,8 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 _MISSING: Any = object()
 
 
@@ -151,8 +153,8 @@ class LlamaConfig:
             num_heads=num_heads,
             num_kv_heads=fields.integer("llama.attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            rope_theta=fields.number("llama.rope.freq_base", 10000.0),
-            norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
+            rope_theta=_single(fields.number("llama.rope.freq_base", 10000.0)),
+            norm_eps=_single(fields.number("llama.attention.layer_norm_rms_epsilon")),
             tie_embeddings=tie_embeddings,
             max_seq=fields.integer("llama.context_length"),
             bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
@@ -204,6 +206,11 @@ def _hf_rope_theta(fields: "_Fields") -> float:
         if "rope_theta" in rope:
             return inner.number("rope_theta")
     return fields.number("rope_theta", 10000.0)
+
+
+def _single(value: float) -> float:
+    """The shortest decimal of a float32: GGUF keeps 1e-5 as 9.99999974e-06."""
+    return float(str(np.float32(value)))
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -9,11 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import neuronjax
-
 app = typer.Typer(
     name="neuronjax",
-    help=neuronjax.__doc__,
+    help="Language models made of named macro kernels.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -58,7 +56,9 @@ def run(
         _start_devices(devices)
         from neuronjax.models.pretrained import load_pretrained
 
-        loaded = load_pretrained(model, dtype=dtype.value)
+        # One compiled layer instead of thirty: the first word comes in a third of
+        # the time, and the later ones as fast.
+        loaded = load_pretrained(model, dtype=dtype.value, scan_layers=True)
         if devices > 1:
             _spread(loaded.model, devices)
         if chat:
@@ -74,6 +74,33 @@ def run(
                 seed=seed,
                 stream=lambda new: speech.say(new[0]),
             )
+
+
+@app.command()
+def trace(
+    model: _Model,
+    seq: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
+    gradient: Annotated[
+        bool, typer.Option("--gradient", help="list those of the loss's gradient")
+    ] = False,
+    dtype: _DtypeOption = Dtype.float32,
+) -> None:
+    """Lists the macros of MODEL: of prefill and of one decode step."""
+    with _one_line_errors():
+        from neuronjax.models.checkpoint import read_config
+        from neuronjax.models.hub import locate
+        from neuronjax.tools.trace_llama import trace_llama
+
+        config = read_config(locate(model))
+        tables = trace_llama(
+            config, batch=batch, seq=seq, dtype=dtype.value, gradient=gradient
+        )
+        # Where output is no terminal nothing says how wide it is; a table that is
+        # folded to 80 columns cannot be searched.
+        console = Console() if Console().is_terminal else Console(width=200)
+        for title, table in tables.items():
+            console.print(f"[bold]{title}[/bold]", table)
 
 
 class _Speech:
@@ -113,7 +140,9 @@ class _Speech:
         if count > 2:
             before, paced = times[1] - start, times[2:]
             rate = len(paced) / (times[-1] - times[1])
-            pace = f"{rate:.1f} tokens/s after {before:.1f} s for prompt and compilation"
+            pace = (
+                f"{rate:.1f} tokens/s after {before:.1f} s for prompt and compilation"
+            )
         else:
             rate = count / (times[-1] - start) if count else 0.0
             pace = f"{rate:.1f} tokens/s with prompt and compilation"
@@ -137,29 +166,18 @@ def _start_devices(count: int) -> None:
 
 def _spread(model, count: int) -> None:
     """Splits heads and MLP over the devices, where their sizes divide."""
-    import jax
-    from jax.sharding import AxisType
-
+    from neuronjax.sharding.mesh import make_mesh
     from neuronjax.sharding.placement import place
 
-    mesh = jax.make_mesh(
-        (count,),
-        ("tensor",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:count],
-    )
-    place(model, mesh)
+    place(model, make_mesh(tensor=count))
 
 
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """A user's mistake is one line and exit code 2, not a traceback."""
-    from neuronjax.models.errors import DownloadError
-
-    expected = (ValueError, OSError, NotImplementedError, ImportError, DownloadError)
     try:
         yield
-    except expected as error:
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ImportError) and "neuronjax[models]" not in words:
             words += ": pip install 'neuronjax[models]'"

@@ -93,12 +93,17 @@ class _Reader(gguf.GGUFReader):
     """
 
     def _get(self, offset, dtype, count=1, override_order=None):
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        # Slices of a memmap are slow, and a vocabulary takes half a million of them:
+        # 2.8 s instead of 4.4 s for SmolLM2's file.
+        if isinstance(self.data, np.memmap):
+            self.data = self.data.view(np.ndarray)
+        dtype = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
+        end = int(offset) + dtype.itemsize * int(count)
         if end > self.data.size:
             raise ValueError(
                 f"expected at least {end} bytes, got {self.data.size}: truncated"
             )
-        return super()._get(offset, dtype, count, override_order)
+        return self.data[int(offset) : end].view(dtype)
 
     def _get_field_parts(self, orig_offs, raw_type):
         if raw_type == gguf.GGUFValueType.ARRAY:

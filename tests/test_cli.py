@@ -1,0 +1,191 @@
+"""The command streams what the model says, and a mistake is one line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from neuronjax.models.pretrained import load_pretrained
+from neuronjax.tools.cli import app
+from tests.tiny_checkpoints import CONFIG, random_tensors, write_folder, write_gguf
+
+CASES = Path(os.environ.get("NEURONJAX_CASES", Path(__file__).parent / "cases"))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("tiny") / "model", random_tensors())
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load_pretrained(folder)
+
+
+def answer(loaded, ids, **options):
+    new = loaded.model.generate([ids], **{"max_tokens": 8} | options)[0]
+    return loaded.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_the_answer_goes_to_stdout_and_the_pace_to_stderr(folder, loaded):
+    result = invoke("run", folder, "the cat", "--max-tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer(loaded, loaded.tokenizer.encode("the cat")) + "\n"
+    assert re.search(
+        r"prompt 5 tokens, answer 8 tokens, [\d.]+ tokens/s", result.stderr
+    )
+
+
+def test_a_gguf_file_says_the_same(tmp_path, folder):
+    file = write_gguf(tmp_path / "model.gguf", random_tensors())
+    texts = {
+        invoke("run", path, "the cat", "--max-tokens", 8).stdout
+        for path in (folder, file)
+    }
+    assert len(texts) == 1
+
+
+def test_chat_asks_by_the_template(folder, loaded):
+    result = invoke("run", folder, "the", "--chat", "--max-tokens", 8)
+    ids = loaded.tokenizer.encode_chat([{"role": "user", "content": "the"}])
+    assert result.stdout == answer(loaded, ids) + "\n"
+
+
+def test_a_seed_repeats_its_draws(folder, loaded):
+    options = ("--max-tokens", 8, "--temperature", 2, "--top-p", 0.9, "--seed")
+    first, again, other = (
+        invoke("run", folder, "the", *options, seed).stdout for seed in (1, 1, 2)
+    )
+    ids = loaded.tokenizer.encode("the")
+    expected = answer(loaded, ids, temperature=2.0, top_p=0.9, seed=1)
+    assert first == again == expected + "\n"
+    assert first != other
+
+
+def test_a_model_runs_in_bfloat16(folder):
+    result = invoke("run", folder, "the", "--max-tokens", 3, "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_several_devices_say_the_same(folder, loaded, devices):
+    result = invoke("run", folder, "the cat", "--max-tokens", 8, "--devices", devices)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer(loaded, loaded.tokenizer.encode("the cat")) + "\n"
+
+
+def test_devices_are_made_before_jax_starts(folder, loaded):
+    code = "from neuronjax.tools.cli import app; app()"
+    command = [sys.executable, "-c", code, "run", str(folder), "the cat"]
+    command += ["--max-tokens", "8", "--devices", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == answer(loaded, loaded.tokenizer.encode("the cat")) + "\n"
+
+
+def test_one_token_still_has_a_pace(folder):
+    result = invoke("run", folder, "the", "--max-tokens", 1)
+    assert "answer 1 tokens" in result.stderr and "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "nothing", "x"), "nothing: expected smollm2, a .gguf file"),
+        (("run", "{folder}", ""), "prompts[0] must hold ids"),
+        (("run", "{folder}", "x", "--max-tokens", 128), "max_seq = 128, got 1 + 128"),
+        (("run", "{folder}", "x", "--top-p", 2), "top_p must be in (0, 1]"),
+        (("run", "{folder}", "x", "--devices", 99), "--devices: expected at most 8"),
+        (("run", "{folder}/config.json", "x"), "expected a .gguf file or a folder"),
+        (("trace", "nothing"), "nothing: expected smollm2, a .gguf file"),
+        (("trace", "{folder}/config.json"), "expected .gguf or a folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, words):
+    arguments = [str(a).replace("{folder}", str(folder)) for a in arguments]
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("neuronjax: ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1 and not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--dtype", "int8"), ("--max-tokens", 0), ("--temperature", -1), ("--devices", 0)],
+)
+def test_an_option_outside_its_range_is_refused(folder, option, value):
+    result = invoke("run", folder, "x", option, value)
+    assert result.exit_code == 2 and option in result.stderr
+
+
+def test_a_corrupt_checkpoint_is_one_line(tmp_path):
+    folder = write_folder(tmp_path, random_tensors())
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    result = invoke("run", folder, "x")
+    assert result.exit_code == 2
+    assert "model.safetensors: tensor" in result.stderr
+    assert "truncated" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    config = {"vocab_size": CONFIG.vocab_size - 1}
+    tensors = random_tensors()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:-1]
+    result = invoke("run", write_folder(tmp_path, tensors, **config), "x")
+    assert result.exit_code == 2
+    assert "vocab_size = 261" in result.stderr and "got 262" in result.stderr
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path):
+    folder = write_folder(tmp_path, random_tensors())
+    (folder / "tokenizer_config.json").unlink()
+    result = invoke("run", folder, "x", "--chat")
+    assert result.exit_code == 2 and "no chat template" in result.stderr
+
+
+def test_trace_lists_the_macros_of_both_phases(folder):
+    result = invoke("trace", folder, "--seq", 16)
+    assert result.exit_code == 0, result.output
+    assert "prefill, batch 1, 16 tokens" in result.stdout
+    assert "one decode step after 16 tokens" in result.stdout
+    for name in (
+        "QKV",
+        "CausalAttention",
+        "AttentionTkgFwd",
+        "OutputProjection",
+        "MLP",
+    ):
+        assert name in result.stdout
+
+
+def test_trace_needs_no_weights(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    result = invoke("trace", tmp_path, "--gradient", "--seq", 16)
+    assert result.exit_code == 0, result.output
+    assert "BackwardsAttention" in result.stdout
+
+
+def test_help_names_the_commands():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "run" in result.stdout and "trace" in result.stdout
+
+
+def test_smollm2_says_what_the_reference_says(smollm2_path):
+    case = json.loads((CASES / "smollm2" / "index.json").read_text())["plain0"]
+    expected = case["text"].split("<|im_end|>")[0]
+    result = invoke("run", smollm2_path, case["prompt"], "--max-tokens", 32)
+    assert result.stdout == expected + "\n"
+    assert expected.startswith(" Paris")
