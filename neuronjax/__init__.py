@@ -4,10 +4,21 @@ from neuronjax import emit as emit
 from neuronjax.context import lowering as lowering
 from neuronjax.context import plain as plain
 from neuronjax.context import target as target
+from neuronjax.primitives.attention.backward import attention_bwd as attention_bwd
 from neuronjax.primitives.attention.decode import AttnTKGConfig as AttnTKGConfig
 from neuronjax.primitives.attention.decode import attention_tkg as attention_tkg
+from neuronjax.primitives.attention.prefill import attention_cte as attention_cte
+from neuronjax.primitives.attention.prefill import (
+    statistics_from_tiles as statistics_from_tiles,
+)
+from neuronjax.primitives.attention.prefill import (
+    statistics_to_tiles as statistics_to_tiles,
+)
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.mlp import mlp as mlp
+from neuronjax.primitives.options import ActFnType as ActFnType
+from neuronjax.primitives.options import NormType as NormType
+from neuronjax.primitives.options import QuantizationType as QuantizationType
 from neuronjax.primitives.output_projection import (
     output_projection_cte as output_projection_cte,
 )

@@ -3,8 +3,15 @@
 An emitter of the catalog whose macro is not built yet is here too, and refuses.
 """
 
+from neuronjax.primitives.attention.backward import (
+    backwards_attention_kernel as backwards_attention_kernel,
+)
 from neuronjax.primitives.attention.decode import (
     attention_tkg_fwd_kernel as attention_tkg_fwd_kernel,
+)
+from neuronjax.primitives.attention.prefill import attention_kernel as attention_kernel
+from neuronjax.primitives.attention.prefix_caching import (
+    attention_prefix_caching_fwd_kernel as attention_prefix_caching_fwd_kernel,
 )
 from neuronjax.primitives.mlp import mlp_fused_add_kernel as mlp_fused_add_kernel
 from neuronjax.primitives.mlp import mlp_kernel as mlp_kernel

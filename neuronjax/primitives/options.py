@@ -80,8 +80,9 @@ def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
 
     Args:
         instead: what is built, for the message.
-        **off: for each option, the value that leaves it off; a call with another one
-            raises `NotImplementedError` before anything else is looked at.
+        **off: for each option, the value that leaves it off, or a tuple of them; a
+            call with another one raises `NotImplementedError` before anything else is
+            looked at.
     """
 
     def mark(function: Function) -> Function:
@@ -91,10 +92,13 @@ def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
         def checked(*args, **kwargs):
             given = signature.bind(*args, **kwargs).arguments
             for name, none in off.items():
-                value = given.get(name, none)
+                if name not in given:
+                    continue
+                value = given[name]
                 if isinstance(none, enum.Enum):
                     value = member(type(none), value) or none
-                if not _is_off(value, none):
+                nones = none if isinstance(none, tuple) else (none,)
+                if not any(_is_off(value, none) for none in nones):
                     raise NotImplementedError(
                         f"{function.__name__}: {name} = {_shown(value)} is not built "
                         f"yet; {instead}"

@@ -69,6 +69,7 @@ def attention_bwd(
     tp_out: bool,
     static: bool = False,
     block: int = 256,
+    **_hints: object,
 ) -> tuple[Folded, Folded, Folded]:
     """Returns `(dq, dk, dv)`, each laid out as its operand.
 

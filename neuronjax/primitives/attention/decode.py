@@ -15,11 +15,24 @@ from neuronjax.kernels.attention.decode_plain import (
     attention_decode_bwd_plain,
     attention_decode_plain,
 )
-from neuronjax.primitives.attention.decode_rules import RULES, emitter_facts, tkg_facts
+from neuronjax.kernels.attention.decode_tiled import attention_decode_tiled_fwd
+from neuronjax.primitives.attention.decode_rules import (
+    AXES,
+    RULES,
+    emitter_facts,
+    tkg_facts,
+)
 from neuronjax.primitives.contracts import add, contracted
 from neuronjax.primitives.macro import Example, MacroFamily
 from neuronjax.primitives.options import refuses
+from neuronjax.primitives.tile import (
+    MemrefTile,
+    is_all_io_type_memref_tile,
+    require_fit,
+    require_partitions,
+)
 
+Operand = Array | MemrefTile
 _INSTEAD = "a flat cache with token-order masks, lengths or position ids is"
 
 
@@ -147,23 +160,26 @@ def attention_tkg(
 
 @contracted(emitter_facts)
 def attention_tkg_fwd_kernel(
-    q: Float[Array, "batch num_heads seq head_dim"],
-    k_active: Float[Array, "batch num_kv_heads seq head_dim"] | None,
-    v_active: Float[Array, "batch num_kv_heads seq value_dim"] | None,
-    k_prior: Float[Array, "cached num_kv_heads _ _"],
-    v_prior: Float[Array, "cached num_kv_heads slots value_dim"],
+    q: Operand,
+    k_active: Operand | None,
+    v_active: Operand | None,
+    k_prior: Operand,
+    v_prior: Operand,
     *,
     mask: Bool[Array, "_ batch num_heads seq"] | None = None,
-    lengths: Int[Array, " batch"] | None = None,
+    lengths: Operand | None = None,
     prior_slots: int | None = None,
     tp_k_prior: bool = False,
     inv_freqs: Float[Array, "half 1"] | None = None,
     rope_pos_ids: Int[Array, "batch seq"] | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Operand | tuple[Array, Array]:
     """Emits the macro `AttentionTkgFwd` (config `is_tkg=True`).
 
     Unlike `attention_tkg` it takes any number of key/value heads, and the new tokens do
-    not occupy slots: they are visible beside the cache, causally.
+    not occupy slots: they are visible beside the cache, causally. Tiles keep the NAME
+    (config `is_tiled=True`); they lie on the head dimension of `q`, `k_active` and
+    `k_prior`, on the slots of the values, on the batch of `lengths`, and the output on
+    its value dimension. They come with `lengths`, all slots and no rotation.
 
     Args:
         q: `[batch, num_heads, seq, d]`; scale it first.
@@ -189,8 +205,12 @@ def attention_tkg_fwd_kernel(
         ValueError: shapes do not fit, or not exactly one of `mask` and `lengths` is
             given.
     """
+    cached = (q, k_active, v_active, k_prior, v_prior)
+    ios = (*cached, mask, lengths, inv_freqs, rope_pos_ids)
+    if is_all_io_type_memref_tile(ios, "attention_tkg_fwd_kernel"):
+        return _emit_tiled(cached, lengths)
     out, k_out = _emit(
-        *(q, k_active, v_active, k_prior, v_prior),
+        *cached,
         mask=mask,
         lengths=lengths,
         prior_slots=v_prior.shape[2] if prior_slots is None else prior_slots,
@@ -199,6 +219,18 @@ def attention_tkg_fwd_kernel(
         rope_pos_ids=rope_pos_ids,
     )
     return out if k_out is None else (out, k_out)
+
+
+def _emit_tiled(cached, lengths):
+    tiles = dict(zip(AXES, (*cached, lengths), strict=True))
+    require_partitions("attention_tkg_fwd_kernel", **tiles)
+    layout = dict(prior_slots=cached[4].shape[2], tp_k_prior=False, fuse_rope=False)
+    config = dict(layout, is_tkg=True, is_tiled=True)
+    operands = [None if tile is None else tile.data for tile in tiles.values()]
+    out, *_ = attention_tkg_family(*operands, name="AttentionTkgFwd", **config)
+    result = MemrefTile(out, 2)
+    require_fit("attention_tkg_fwd_kernel", **tiles, out=result)
+    return result
 
 
 def _emit(*cached, mask, lengths, inv_freqs, rope_pos_ids, **layout):
@@ -223,12 +255,57 @@ def _gradient_names(**_: Any) -> tuple[str, ...]:
     return ("dq", "dk_active", "dv_active", "dk_prior", "dv_prior")
 
 
-def _emit_backward(operands, outs, cotangents, *, name, **config):
-    grads = iter(
-        attention_tkg_backward(
-            *operands, *outs, *cotangents, name="AttentionTkgFwdBwd", **config
+def _leaf(*operands, name, is_tiled, **config):
+    if is_tiled:
+        return attention_decode_tiled_fwd(*operands, name=name, **config)
+    return attention_decode_fwd(*operands, name=name, **config)
+
+
+def _static_leaf(*operands, name, is_tiled, **config):
+    if is_tiled:  # it has no loop
+        return attention_decode_tiled_fwd(*operands, name=name, **config)
+    return attention_decode_fwd(*operands, name=name, **config, static=True)
+
+
+def _plain(*operands, name, is_tiled, **config):
+    if not is_tiled:
+        return attention_decode_plain(*operands, name=name, **config)
+    outs = attention_decode_plain(*_tensors(operands), name=name, **config)
+    return tuple(MemrefTile.from_tensor(out, 2).data for out in outs)
+
+
+def _tensors(tiles):
+    """A tiled call's operands as tensors, in the order of the untiled leaf."""
+    axes = AXES.values()
+    tensors = [
+        None if data is None else MemrefTile(data, axis).to_tensor()
+        for data, axis in zip(tiles, axes, strict=True)
+    ]
+    return (*tensors[:5], None, tensors[5], None, None)
+
+
+def _emit_backward(operands, outs, cotangents, *, name, is_tiled, **config):
+    if is_tiled:  # there is no tiled backward: it takes and returns tensors
+        outs, cotangents = (
+            [None if x is None else MemrefTile(x, 2).to_tensor() for x in arrays]
+            for arrays in (outs, cotangents)
         )
-    )
+        whole = _tensors(operands)
+        grads = _backward(whole, outs, cotangents, config)
+        pairs = zip(grads[:5], list(AXES.values())[:5], strict=True)
+        tiles = [
+            None if grad is None else MemrefTile.from_tensor(grad, axis).data
+            for grad, axis in pairs
+        ]
+        return *tiles, None
+    return _backward(operands, outs, cotangents, config)
+
+
+def _backward(operands, outs, cotangents, config):
+    config = dict(config, is_tiled=False)
+    backward = attention_tkg_backward
+    stored = (*outs, *cotangents)
+    grads = iter(backward(*operands, *stored, name="AttentionTkgFwdBwd", **config))
     floats = (0, 1, 2, 3, 4, 8)
     return [
         next(grads) if i in floats and x is not None else None
@@ -247,6 +324,14 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     config: dict[str, Any] = dict(
         prior_slots=7, tp_k_prior=False, fuse_rope=False, is_tkg=True, is_tiled=False
     )
+    if name.endswith("(tiles)"):
+        axes = AXES.values()
+        tiles = [
+            MemrefTile.from_tensor(x, axis).data
+            for x, axis in zip((*cached, lengths), axes, strict=True)
+        ]
+        split = (2, 2, 2, 2, 2, 0)
+        return Example(tuple(tiles), dict(config, is_tiled=True), split, (2, 2, 2))
     operands = (*cached, None, lengths, None, None)
     if name == "AttentionTkgFwd":
         return Example(operands, config, (0,) * 6, (0, 0, 0))
@@ -272,13 +357,12 @@ attention_tkg_backward = MacroFamily(
 attention_tkg_family = MacroFamily(
     "attention_tkg",
     ("AttentionTkgFwd",),
-    attention_decode_fwd,
-    plain=attention_decode_plain,
+    _leaf,
+    plain=_plain,
     outputs=_outputs,
     backward=_emit_backward,
-    static=lambda *operands, **config: attention_decode_fwd(
-        *operands, **config, static=True
-    ),
+    static=_static_leaf,
     example=_example,
+    variants=("AttentionTkgFwd (tiles)",),
 )
 add(*RULES)

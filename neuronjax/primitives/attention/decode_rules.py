@@ -6,8 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.contracts import Contract, Size, all_or_none_tiles
+from neuronjax.primitives.tile import MemrefTile
 
+# Which axis of each tensor a tile lies on; the keys' is the head dimension.
+AXES = dict(q=3, k_active=3, v_active=2, k_prior=2, v_prior=2, lengths=0)
 _TKG, _EMITTER = ("attention_tkg",), ("attention_tkg_fwd_kernel",)
 
 
@@ -54,6 +57,7 @@ def _misfits(call: SimpleNamespace, argument: str, shape: tuple) -> bool:
 def emitter_facts(call: SimpleNamespace) -> dict[str, Any]:
     """Sizes of the emitter's operands."""
     batch, heads, seq, d = call.q.shape
+    tiled = isinstance(call.q, MemrefTile)
     slots = call.v_prior.shape[2]
     count = slots if call.prior_slots is None else call.prior_slots
     seen = count if call.k_active is None else count + seq
@@ -67,7 +71,7 @@ def emitter_facts(call: SimpleNamespace) -> dict[str, Any]:
         count=count,
         mask_shape=(seen, batch, heads, seq),
         keys=(slots, d) if call.tp_k_prior else (d, slots),
-        tiled=False,
+        tiled=tiled,
     )
 
 
@@ -123,6 +127,18 @@ def _emitter(**changes: Any):
     rest = {k: v for k, v in changes.items() if not isinstance(v, tuple)}
     base = dict(arrays, lengths=jnp.zeros(1, jnp.int32))
     return lambda function: dict(base, **rest) if not rest else {**base, **rest}
+
+
+def _tiles() -> dict[str, MemrefTile]:
+    arrays = _emitter()("")
+    return {
+        name: MemrefTile.from_tensor(arrays[name], axis) for name, axis in AXES.items()
+    }
+
+
+def _on_their_axes(call: SimpleNamespace) -> bool:
+    tiles = {name: getattr(call, name) for name in AXES}
+    return all(t is None or t.axis == AXES[name] for name, t in tiles.items())
 
 
 RULES = (
@@ -239,12 +255,43 @@ RULES = (
         example=_tkg(qk_in_sb=False),
         tag="hw",
     ),
+    all_or_none_tiles(
+        "attention_tkg_fwd_kernel",
+        ("q", "k_active", "v_active", "k_prior", "v_prior", "mask", "lengths"),
+        lambda function: dict(
+            _emitter()(function), q=MemrefTile.from_tensor(jnp.zeros((1, 4, 2, 8)), 3)
+        ),
+    ),
+    Contract(
+        "attention_tkg_fwd_kernel.tiles",
+        _EMITTER,
+        "{function}: tiles come with lengths, all slots and no rotation, got mask, "
+        "inv_freqs, prior_slots or tp_k_prior",
+        lambda c: (
+            isinstance(c.q, MemrefTile)
+            and (c.mask, c.inv_freqs, c.prior_slots, c.tp_k_prior)
+            != (None, None, None, False)
+        ),
+        example=lambda function: dict(_tiles(), prior_slots=3),
+        stage=0,
+    ),
+    Contract(
+        "attention_tkg_fwd_kernel.tile_axes",
+        _EMITTER,
+        "{function}: tiles must lie on axis 3 of q and k_active, 2 of k_prior, "
+        "v_active and v_prior, 0 of lengths",
+        lambda c: isinstance(c.q, MemrefTile) and not _on_their_axes(c),
+        example=lambda function: dict(
+            _tiles(), q=MemrefTile.from_tensor(jnp.zeros((1, 4, 2, 8)), 2)
+        ),
+        stage=0,
+    ),
     Contract(
         "attention_tkg_fwd_kernel.rank",
         _EMITTER,
         "{function}: q, k_prior and v_prior must have 4 axes, got {q.shape}, "
         "{k_prior.shape} and {v_prior.shape}",
-        lambda c: (c.q.ndim, c.k_prior.ndim, c.v_prior.ndim) != (4, 4, 4),
+        lambda c: {len(x.shape) for x in (c.q, c.k_prior, c.v_prior)} != {4},
         example=_emitter(q=(4, 2, 8)),
         stage=0,
     ),
