@@ -1,1 +1,6 @@
 """Decoders built from `neuronjax.nn`, their checkpoints and their text."""
+
+from neuronjax.models.config import LlamaConfig as LlamaConfig
+from neuronjax.models.llama import Llama as Llama
+from neuronjax.models.load import load_llama as load_llama
+from neuronjax.models.pretrained import load_pretrained as load_pretrained

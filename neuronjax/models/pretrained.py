@@ -1,17 +1,20 @@
 """A model and its tokenizer from one name."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from neuronjax.models.checkpoint import read_checkpoint
 from neuronjax.models.config import LlamaConfig
-from neuronjax.models.hub import locate
 from neuronjax.models.llama import Llama
 from neuronjax.models.load import load_llama
-from neuronjax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from neuronjax.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,10 @@ def load_pretrained(
         FileNotFoundError: `model` is none of these.
         ValueError: a file is damaged or asks for what the decoder does not compute.
     """
+    # Here, so that `neuronjax.models` can be imported without the extra `models`.
+    from neuronjax.models.hub import locate
+    from neuronjax.models.tokenizer import Tokenizer
+
     path = locate(model)
     tokenizer = Tokenizer.load(path)
     config, tensors = read_checkpoint(path, dtype=dtype)
