@@ -1,15 +1,26 @@
 """QKV against its equations in float64, its gradients, and its refusals."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax import MemrefTile, emit
 from neuronjax.primitives import registry
+from neuronjax.sharding.mesh import make_mesh
+from neuronjax.sharding.qkv import (
+    head_order,
+    shard_qkv_columns,
+    sharded_qkv,
+    unshard_qkv_columns,
+)
 from tests.macro_case import error
 
 FAMILY = registry.resolve_family("QKV")
@@ -594,3 +605,122 @@ def test_one_row_against_narrow_weights_keeps_the_activations_precision():
     got = neuronjax.qkv(x, w)
     wanted = np.asarray(x, "float64") @ np.asarray(w, "float64")
     assert got.dtype == jnp.float32 and error(got, wanted) < 1e-4
+
+
+def collectives(fun, *args):
+    """How often each collective stands in the compiled program."""
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: n for kind, n in found.items() if n}
+
+
+@pytest.mark.parametrize("layout", ["BSD", "NBSd"])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 1), (1, 3), (2, 3), (1, 5)])
+def test_heads_and_batch_split_over_a_mesh(layout, data, tensor):
+    heads = (2 * tensor, tensor, 4)
+    mesh = make_mesh(data=data, tensor=tensor)
+    arrays, options = call(operands((2, 3, 6), heads), heads, "RMS_NORM", layout)
+    counts = dict(num_q_heads=heads[0], num_kv_heads=heads[1])
+    placed = dict(arrays)
+    for name in ("fused_qkv_weights", "bias"):
+        placed[name] = shard_qkv_columns(arrays[name], *counts.values(), tensor)
+        back = unshard_qkv_columns(placed[name], *counts.values(), tensor)
+        np.testing.assert_array_equal(back, arrays[name])
+
+    def split(a):
+        out = sharded_qkv(mesh, **a, **options, batch="data", heads="tensor")
+        if layout == "NBSd":
+            return out[np.argsort(head_order(*counts.values(), tensor))]
+        return unshard_qkv_columns(out, *counts.values(), tensor)
+
+    out, pull = jax.vjp(jax.jit(split), placed)
+    wanted, plain_pull = jax.vjp(jitted(options), arrays)
+    assert error(out, wanted) < 1e-5
+    (grads,), (plain,) = pull(jnp.cos(wanted)), plain_pull(jnp.cos(wanted))
+    for name in ("fused_qkv_weights", "bias"):
+        plain[name] = shard_qkv_columns(plain[name], *counts.values(), tensor)
+    for name, gradient in plain.items():
+        assert error(grads[name], gradient) < 1e-5, name
+
+
+def test_what_crosses_the_wire():
+    """Forward nothing; backward one all-reduce for each set of axes."""
+    arrays, options = call(operands((2, 3, 6), (4, 2, 4)), (4, 2, 4), "RMS_NORM")
+    for sizes, axes, times in (
+        (dict(tensor=2), dict(heads="tensor"), 1),
+        (dict(data=2, tensor=2), dict(heads="tensor", batch="data"), 3),
+    ):
+        mesh = make_mesh(**sizes)
+        rows, columns = P(axes.get("batch")), P(None, "tensor")
+        whole = dict(fused_qkv_weights=columns, bias=columns, gamma_norm_weights=P())
+        placed = {
+            k: jax.device_put(v, NamedSharding(mesh, whole.get(k, rows)))
+            for k, v in arrays.items()
+        }
+
+        def run(a, mesh=mesh, axes=axes):
+            return sharded_qkv(mesh, **a, **options, **axes)
+
+        cotangent = jax.eval_shape(run, placed)
+        cotangent = jax.device_put(
+            jnp.ones(cotangent.shape), NamedSharding(mesh, P(*rows, None, "tensor"))
+        )
+        assert collectives(run, placed) == {}
+        pull = lambda a, ct, f=run: jax.vjp(f, a)[1](ct)  # noqa: E731
+        assert collectives(pull, placed, cotangent) == {"all-reduce": times}
+
+
+def test_a_replicated_weight_under_shard_map_gets_its_whole_gradient():
+    """R-43."""
+    mesh = make_mesh(data=4)
+    x, w = jnp.arange(12.0).reshape(4, 1, 3), jnp.ones((3, 1))
+    run = jax.shard_map(
+        neuronjax.qkv, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    gradient = jax.grad(lambda w: run(x, w).sum())(w)
+    np.testing.assert_allclose(gradient[:, 0], [18, 22, 26])
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_same_call_runs_on_auto_and_explicit_meshes(explicit):
+    """R-50: without a mesh, under both kinds of axes, and inside shard_map."""
+    arrays, options = call(operands((2, 3, 6)), (2, 1, 4))
+    wanted = jitted(options)(arrays)
+    mesh = make_mesh(data=2, explicit=explicit)
+    whole = ("fused_qkv_weights", "bias", "gamma_norm_weights")
+    specs = {k: P() if k in whole else P("data") for k in arrays}
+    with jax.set_mesh(mesh):
+        placed = {
+            k: jax.device_put(v, NamedSharding(mesh, specs[k]))
+            for k, v in arrays.items()
+        }
+        out = jitted(options)(placed)
+        inner = jax.shard_map(jitted(options), in_specs=(specs,), out_specs=P("data"))
+        mapped = jax.jit(inner)(placed)
+    if explicit:
+        assert jax.typeof(out).sharding.spec[0] == "data"
+    assert error(jax.device_get(out), wanted) < 1e-6
+    assert error(jax.device_get(mapped), wanted) < 1e-6
+
+
+def test_heads_that_do_not_divide_are_refused():
+    mesh = make_mesh(tensor=2)
+    x = operands(heads=(2, 1, 4))
+    with pytest.raises(
+        ValueError, match="num_q_heads = 2 and num_kv_heads = 1 must be"
+    ):
+        sharded_qkv(
+            mesh, x["input"], x["fused_qkv_weights"], num_q_heads=2, num_kv_heads=1
+        )
+    with pytest.raises(ValueError, match="batch must be an axis of the mesh"):
+        sharded_qkv(
+            mesh,
+            x["input"],
+            x["fused_qkv_weights"],
+            num_q_heads=2,
+            num_kv_heads=2,
+            batch="rows",
+        )
+    with pytest.raises(ValueError, match="columns must be a multiple of 4 heads"):
+        shard_qkv_columns(jnp.zeros((3, 7)), 2, 1, 1)

@@ -37,7 +37,9 @@ class Size:
     maximum: int | None = None
 
     def allows(self, value: int) -> bool:
-        """Whether `value` keeps this rule."""
+        """Whether `value` keeps this rule; a symbolic size is left to run time."""
+        if not isinstance(value, int):
+            return True
         top = math.inf if self.maximum is None else self.maximum
         return self.minimum <= value <= top and value % self.multiple == 0
 

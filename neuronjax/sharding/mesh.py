@@ -45,3 +45,13 @@ def make_mesh(*, explicit: bool = False, lnc: int = 1, **sizes: int) -> Mesh:
         axis_types=(kind,) * len(axes),
         devices=devices[:count],
     )
+
+
+def require_axes(function: str, mesh: Mesh, **axes: str | None) -> None:
+    """Refuses an axis that `mesh` lacks; `None` asks for none."""
+    for argument, axis in axes.items():
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"{function}: {argument} must be an axis of the mesh, one of "
+                f"{mesh.axis_names}, got {axis!r}"
+            )
