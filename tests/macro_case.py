@@ -8,15 +8,16 @@ import neuronjax
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.primitives import registry
 
-NAMES = sorted(n for n in registry.CATALOG if registry.is_built(n))
+NAMES = registry.examples()
 
 
 class MacroCase:
     """The example of one NAME, as the macro and as its plain reference."""
 
-    def __init__(self, name, dtype="float32", batch=2):
-        self.name, self.family = name, registry.resolve_family(name)
-        example = self.family.example(name, jnp.dtype(dtype), batch)
+    def __init__(self, label, dtype="float32", batch=2):
+        self.label, self.name = label, label.split(" ")[0]
+        self.family = registry.resolve_family(self.name)
+        example = self.family.example(label, jnp.dtype(dtype), batch)
         self.flat, self.tree = jax.tree.flatten(example.operands)
         self.config = dict(example.config)
         self.split, self.out_split = example.split, example.out_split

@@ -231,7 +231,7 @@ def _shard_map(name, devices):
 
 for _devices in (1, 2, 3, 5, 8):
     cell(f"shard_map over {_devices}")(
-        lambda case, devices=_devices: _shard_map(case.name, devices)
+        lambda case, devices=_devices: _shard_map(case.label, devices)
     )
 
 
@@ -300,14 +300,14 @@ def _(case):
     saved = export.export(jax.jit(case.macro))(*shapes)
     call = export.deserialize(saved.serialize()).call
     for size in (2, 3):
-        again = MacroCase(case.name, batch=size)
+        again = MacroCase(case.label, batch=size)
         assert_close(tuple(call(*again.flat)), again.reference(*again.flat))
 
 
 @cell("bfloat16")
 def _(case):
     """The macro errs at most twice as much as the plain bfloat16 computation."""
-    low = MacroCase(case.name, "bfloat16")
+    low = MacroCase(case.label, "bfloat16")
     n = len(low.floats)
     got, plain = low.macro(*low.flat), low.reference(*low.flat)
     assert [x.dtype for x in got] == [x.dtype for x in plain]
@@ -324,7 +324,7 @@ def _(case):
 @cell("x64")
 def _(case):
     with jax.enable_x64(True):
-        case = MacroCase(case.name, "float64")
+        case = MacroCase(case.label, "float64")
         assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat), 1e-11)
         n = len(case.live)
         got, wanted = (

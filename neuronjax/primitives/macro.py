@@ -74,6 +74,8 @@ class MacroFamily:
             itself is transposed: grad of grad.
         guard: the NAMEs that the refusal of a foreign one lists.
         example: `example(name, dtype, batch)` gives an `Example`.
+        variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
+            forms.
         refuses: transformation -> why this family refuses it.
     """
 
@@ -89,12 +91,14 @@ class MacroFamily:
         backward: Callable[..., tuple] | None = None,
         static: Callable[..., tuple] | None = None,
         guard: Sequence[str] = (),
+        variants: Sequence[str] = (),
         refuses: Mapping[str, str] | None = None,
     ):
         self.family, self.names, self.guard = family, tuple(names), guard or names
         self.leaf, self.static, self.plain = leaf, static or leaf, plain
         self.outputs, self.backward = outputs, backward
-        self.example, self.refuses = example, dict(refuses or {})
+        self.example, self.variants = example, tuple(variants)
+        self.refuses = dict(refuses or {})
         self._fun = functools.cache(self._build_fun)
         self._tangent_fun = functools.cache(self._build_tangent_fun)
         self.macro_p = Primitive(family)

@@ -163,6 +163,12 @@ def is_built(name: str) -> bool:
     return ALIASES.get(name, name) in _BUILT
 
 
+def examples() -> list[str]:
+    """The label of every example: each built NAME, and the variants of families."""
+    variants = [v for family in FAMILIES.values() for v in family.variants]
+    return sorted([*_BUILT, *variants])
+
+
 def resolve_kernel_config(name: str) -> Entry:
     """Finds the catalog entry of a macro NAME.
 

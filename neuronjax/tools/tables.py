@@ -41,8 +41,8 @@ TRANSFORMATIONS = (
 
 def transformations_page() -> str:
     """The table macro x transformation, from what the families declare."""
-    names = [n for n in registry.CATALOG if registry.is_built(n)]
-    families = {name: registry.resolve_family(name) for name in names}
+    names = registry.examples()
+    families = {name: registry.resolve_family(name.split(" ")[0]) for name in names}
     lines = [
         "# Transformations",
         "",

@@ -85,7 +85,7 @@ def attention_decode_fwd(
     parts = _parts(cached, mask, lengths, q, prior_slots, tp_k_prior)
     rows = _grouped(q, k_prior.shape[1])
     scores = [_scores(rows, part, acc) for part in parts]
-    top, held = _row_max(scores)
+    top, held = row_max(scores)
     weights = [jnp.exp(z - held) for z in scores]
     total = sum(p.sum(-1, keepdims=True) for p in weights)
     any_seen = _any_seen(parts, total.shape)
@@ -215,7 +215,7 @@ def _scores(rows, part, acc):
     return jnp.where(part.seen, z, unseen(acc))
 
 
-def _row_max(scores):
+def row_max(scores):
     """The max over all parts, and the same held constant in derivatives.
 
     The first one's derivative is the mean over its ties, as that of `jnp.max`.

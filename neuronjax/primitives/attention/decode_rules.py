@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives.contracts import Contract, Size, all_or_none_tiles
 from neuronjax.primitives.tile import MemrefTile
@@ -110,7 +111,9 @@ def _tkg(operands: dict[str, Any] | None = None, **sizes: Any):
     )
     if c.fuse_rope:
         shapes |= dict(rope_pos_ids=(c.bs, s), inv_freqs=(d // 2, 1))
-    arrays = {k: jnp.zeros(tuple(max(n, 0) for n in v)) for k, v in shapes.items()}
+    arrays = {
+        k: np.zeros(tuple(max(n, 0) for n in v), np.float32) for k, v in shapes.items()
+    }
     return lambda function: dict(arrays, cfg=c, **(operands or {}))
 
 
@@ -123,9 +126,9 @@ def _emitter(**changes: Any):
         v_prior=(1, 2, 6, 8),
     )
     shapes |= {k: v for k, v in changes.items() if isinstance(v, tuple)}
-    arrays = {k: jnp.zeros(v) for k, v in shapes.items()}
+    arrays = {k: np.zeros(v, np.float32) for k, v in shapes.items()}
     rest = {k: v for k, v in changes.items() if not isinstance(v, tuple)}
-    base = dict(arrays, lengths=jnp.zeros(1, jnp.int32))
+    base = dict(arrays, lengths=np.zeros(1, jnp.int32))
     return lambda function: dict(base, **rest) if not rest else {**base, **rest}
 
 
@@ -210,7 +213,7 @@ RULES = (
         "{k_active.shape}, v_active {v_active.shape}, k_prior {k_prior.shape}, v_prior "
         "{v_prior.shape}",
         lambda c: bool(c.expected),
-        example=_tkg(dict(v_active=jnp.zeros((1, 1, 3, 64)))),
+        example=_tkg(dict(v_active=np.zeros((1, 1, 3, 64), np.float32))),
     ),
     Contract(
         "attention_tkg.head_dim",
@@ -259,7 +262,8 @@ RULES = (
         "attention_tkg_fwd_kernel",
         ("q", "k_active", "v_active", "k_prior", "v_prior", "mask", "lengths"),
         lambda function: dict(
-            _emitter()(function), q=MemrefTile.from_tensor(jnp.zeros((1, 4, 2, 8)), 3)
+            _emitter()(function),
+            q=MemrefTile.from_tensor(np.zeros((1, 4, 2, 8), np.float32), 3),
         ),
     ),
     Contract(
@@ -282,7 +286,7 @@ RULES = (
         "v_active and v_prior, 0 of lengths",
         lambda c: isinstance(c.q, MemrefTile) and not _on_their_axes(c),
         example=lambda function: dict(
-            _tiles(), q=MemrefTile.from_tensor(jnp.zeros((1, 4, 2, 8)), 2)
+            _tiles(), q=MemrefTile.from_tensor(np.zeros((1, 4, 2, 8), np.float32), 2)
         ),
         stage=0,
     ),
@@ -319,7 +323,7 @@ RULES = (
             (c.inv_freqs is None) != (c.rope_pos_ids is None)
             or (c.inv_freqs is not None and c.k_active is None)
         ),
-        example=_emitter(inv_freqs=jnp.ones((4, 1))),
+        example=_emitter(inv_freqs=np.ones((4, 1), np.float32)),
         stage=0,
     ),
     Contract(
@@ -370,7 +374,7 @@ RULES = (
         _EMITTER,
         "{function}: mask must have shape {mask_shape}, got {mask.shape}",
         lambda c: c.mask is not None and tuple(c.mask.shape) != c.mask_shape,
-        example=_emitter(lengths=None, mask=jnp.ones((6, 1, 4, 2), bool)),
+        example=_emitter(lengths=None, mask=np.ones((6, 1, 4, 2), bool)),
     ),
     Contract(
         "attention_tkg_fwd_kernel.lengths_shape",
@@ -384,7 +388,7 @@ RULES = (
                 or not jnp.issubdtype(c.lengths.dtype, jnp.integer)
             )
         ),
-        example=_emitter(lengths=jnp.zeros(1)),
+        example=_emitter(lengths=np.zeros(1, np.float32)),
     ),
     Contract(
         "attention_tkg_fwd_kernel.head_dim",
