@@ -60,7 +60,6 @@ def RoPE(
 
     Example:
         >>> import jax.numpy as jnp
-import numpy as np
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(4, 1, 1, 1)
         >>> cos = jnp.array([0.0, 1.0]).reshape(2, 1, 1)
         >>> sin = jnp.array([1.0, 0.0]).reshape(2, 1, 1)
