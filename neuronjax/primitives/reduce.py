@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from neuronjax.kernels import reduce as kernel
@@ -257,8 +258,15 @@ _PUBLIC = ("rms_norm", "layer_norm")
 _ALL = (*_PUBLIC, "neuron_reduce_macro_kernel")
 
 
+def _ill_fitting(c: SimpleNamespace) -> bool:
+    """Whether an operand or setting has no use for the norm that is asked for."""
+    if c.norm == "layer":
+        return bool(c.offset or c.cast_before_scale or c.actual)
+    return c.bias is not None or (c.scale is None) != (c.norm == "rms_skip_gamma")
+
+
 def _arguments(**changes: Any):
-    x, scale = jnp.zeros((2, 8)), jnp.zeros(8)
+    x, scale = np.zeros((2, 8), np.float32), np.zeros(8, np.float32)
     return lambda function: dict(dict(x=x, scale=scale), **changes)
 
 
@@ -269,7 +277,9 @@ contracts.add(
         "{function}: NeuronReduceMacro has no tiled form: x, scale and bias must be "
         "tensors",
         lambda c: c.tile,
-        example=_arguments(x=MemrefTile.from_tensor(jnp.zeros((2, 8)), 1)),
+        example=lambda function: _arguments(
+            x=MemrefTile.from_tensor(jnp.zeros((2, 8)), 1)
+        )(function),
     ),
     Contract(
         "reduce.rank",
@@ -277,7 +287,7 @@ contracts.add(
         "{function}: x must have shape [*batch, d_model] without an axis of size 0, "
         "got {shape}",
         lambda c: not c.shape or 0 in c.shape,
-        example=_arguments(x=jnp.zeros((0, 8))),
+        example=_arguments(x=np.zeros((0, 8), np.float32)),
     ),
     Contract(
         "reduce.dtype",
@@ -285,7 +295,7 @@ contracts.add(
         "{function}: operands must be bfloat16, float16, float32 or float64, got "
         "{misfit}",
         lambda c: c.misfit,
-        example=_arguments(x=jnp.zeros((2, 8), jnp.int32)),
+        example=_arguments(x=np.zeros((2, 8), jnp.int32)),
     ),
     Contract(
         "reduce.static",
@@ -293,14 +303,14 @@ contracts.add(
         "{function}: eps, offset and hidden_actual must be Python numbers, known while "
         "tracing, got {traced}",
         lambda c: c.traced,
-        example=_arguments(eps=jnp.zeros(2)),
+        example=_arguments(eps=np.zeros(2, np.float32)),
     ),
     Contract(
         "reduce.vectors",
         _ALL,
         "{function}: {unlike}",
         lambda c: c.unlike,
-        example=_arguments(scale=jnp.zeros(4)),
+        example=_arguments(scale=np.zeros(4, np.float32)),
         stage=2,
     ),
     Contract(
@@ -317,13 +327,8 @@ contracts.add(
         ("neuron_reduce_macro_kernel",),
         "{function}: scale is for norm rms and layer, bias for layer, offset, "
         "cast_before_scale and hidden_actual for the others, got norm {norm}",
-        lambda c: (
-            (c.norm == "rms" and c.scale is None)
-            or (c.norm == "rms_skip_gamma" and c.scale is not None)
-            or (c.norm in ("rms", "rms_skip_gamma") and c.bias is not None)
-            or (c.norm == "layer" and (c.offset or c.cast_before_scale or c.actual))
-        ),
-        example=_arguments(bias=jnp.zeros(8)),
+        lambda c: c.op == "norm" and _ill_fitting(c),
+        example=_arguments(bias=np.zeros(8, np.float32)),
         stage=2,
     ),
 )

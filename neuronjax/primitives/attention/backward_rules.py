@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives.contracts import Contract, Size, add
 
@@ -91,7 +92,7 @@ def _kernel(**changes: Any):
 
 def _zeros(given: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: jnp.zeros(value) if isinstance(value, tuple) else value
+        key: np.zeros(value, np.float32) if isinstance(value, tuple) else value
         for key, value in given.items()
     }
 
@@ -125,7 +126,7 @@ add(
             len({getattr(c, name).dtype for name in _ARRAYS}) != 1
             or not jnp.issubdtype(c.q_ref.dtype, jnp.floating)
         ),
-        example=_arguments(dy_ref=jnp.zeros((1, 4, 8, 128), jnp.bfloat16)),
+        example=_arguments(dy_ref=np.zeros((1, 4, 8, 128), jnp.bfloat16)),
         stage=0,
     ),
     Contract(
@@ -156,7 +157,7 @@ add(
         "{function}: softmax_scale must be a number, a scalar array or None, got shape "
         "{softmax_scale.shape}",
         lambda c: getattr(c.softmax_scale, "shape", ()) != (),
-        example=_arguments(softmax_scale=jnp.ones(2)),
+        example=_arguments(softmax_scale=np.ones(2, np.float32)),
     ),
     Contract(
         "attention_bwd.chip_square",

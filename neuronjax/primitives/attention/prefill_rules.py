@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives.contracts import Contract, Size, add, all_or_none_tiles
 from neuronjax.primitives.tile import MemrefTile
@@ -24,7 +25,7 @@ def _arguments(tiles: bool = False, **changes: Any):
         shapes: dict[str, Any] = dict(q=(4, 3, 8), k=(2, 8, 5), v=(2, 5, 6))
         given = shapes | {"tp_q": True} | changes
         arrays = {
-            key: jnp.zeros(value) if isinstance(value, tuple) else value
+            key: np.zeros(value, np.float32) if isinstance(value, tuple) else value
             for key, value in given.items()
         }
         if tiles:
@@ -84,7 +85,7 @@ _row(
         or not jnp.issubdtype(c.q.dtype, jnp.floating)
         or jnp.dtype(c.q.dtype).itemsize < 2
     ),
-    example=_arguments(v=jnp.zeros((2, 5, 6), jnp.bfloat16)),
+    example=_arguments(v=np.zeros((2, 5, 6), jnp.bfloat16)),
     stage=0,
 )
 _row(
@@ -119,7 +120,7 @@ _row(
     lambda c: c.off_axis,
     example=lambda function: dict(
         _arguments(tiles=True)(function),
-        v=MemrefTile.from_tensor(jnp.zeros((2, 5, 6)), 2),
+        v=MemrefTile.from_tensor(np.zeros((2, 5, 6), np.float32), 2),
     ),
 )
 _row(
@@ -141,7 +142,7 @@ _row(
     "scale must be a number, a scalar array or None, got shape {scale.shape}",
     lambda c: getattr(c.scale, "shape", ()) != (),
     (CTE,),
-    example=_arguments(scale=jnp.ones(2)),
+    example=_arguments(scale=np.ones(2, np.float32)),
 )
 _row(
     "swapped_causal",
