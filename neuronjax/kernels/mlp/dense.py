@@ -28,6 +28,7 @@ from neuronjax.kernels.shard_common import contract
 
 Vector = Float[Array, "..."]
 Like = jax.Array | None
+Option = Any  # an array, or None; the config bag says which are there
 
 
 class Options(NamedTuple):
@@ -64,16 +65,16 @@ class Operands(NamedTuple):
     """The operands of the macro `MLP`, in order. An absent option is None."""
 
     hidden: jax.Array
-    gate_w: jax.Array | None
+    gate_w: Option
     up_w: jax.Array
     down_w: jax.Array
-    gamma: jax.Array | None = None
-    beta: jax.Array | None = None
-    gate_b: jax.Array | None = None
-    up_b: jax.Array | None = None
-    down_b: jax.Array | None = None
-    addend: jax.Array | None = None
-    residual: jax.Array | None = None
+    gamma: Option = None
+    beta: Option = None
+    gate_b: Option = None
+    up_b: Option = None
+    down_b: Option = None
+    addend: Option = None
+    residual: Option = None
 
 
 class Rows:
@@ -169,14 +170,16 @@ def _where_inside(
 
 def _norm(x0: jax.Array, ops: Operands, opts: Options, axes: tuple[int, ...]):
     """The normalised input in the dtype of the products, and the norm's statistics."""
-    dtype, kwargs = ops.hidden.dtype, dict(eps=opts.eps, axes=axes)
+    dtype, eps = ops.hidden.dtype, opts.eps
     if opts.norm == "none":
         return x0.astype(dtype), ()
     if opts.norm == "layer":
-        x, *stats = layer_norm_fwd(x0, ops.gamma, ops.beta, **kwargs, out_dtype=dtype)
+        x, *stats = layer_norm_fwd(
+            x0, ops.gamma, ops.beta, eps=eps, axes=axes, out_dtype=dtype
+        )
     else:
         gamma = ops.gamma if opts.norm == "rms" else None
-        x, *stats = rms_norm_fwd(x0, gamma, **kwargs, out_dtype=dtype)
+        x, *stats = rms_norm_fwd(x0, gamma, eps=eps, axes=axes, out_dtype=dtype)
     return x, stats
 
 
@@ -185,8 +188,8 @@ def _norm_bwd(dx, x0, stats, ops: Operands, opts: Options, axes: tuple[int, ...]
     if opts.norm == "none":
         return dx, None, None
     if opts.norm == "layer":
-        kwargs = dict(axes=axes, out_dtype=dx.dtype)
-        return layer_norm_bwd(dx, x0, ops.gamma, ops.beta, *stats, **kwargs)
+        given = x0, ops.gamma, ops.beta, *stats
+        return layer_norm_bwd(dx, *given, axes=axes, out_dtype=dx.dtype)
     gamma = ops.gamma if opts.norm == "rms" else None
     dx0, d_gamma = rms_norm_bwd(dx, x0, gamma, *stats, axes=axes, out_dtype=dx.dtype)
     return dx0, d_gamma, None

@@ -89,7 +89,7 @@ def mlp_plain_bwd(*operands, name: str, **config) -> tuple[jax.Array, ...]:
     """What the backward leaves return, by JAX's derivative of each half."""
     (ops, outs, cotangents), opts = parts(operands), Options.of(config)
     if opts.is_tiled:
-        whole = [_untile(x, -1) for x in (*outs, *cotangents)]
+        whole = [x if x is None else _untile(x, -1) for x in (*outs, *cotangents)]
         config = dict(config, is_tiled=False)
         grads = mlp_plain_bwd(*_untiled(ops), *whole, name=name, **config)
         return tuple(_retiled_grads(grads, ops))
@@ -115,10 +115,8 @@ def _is_weight(operand: str) -> bool:
     return operand in ("gate_w", "up_w", "down_w")
 
 
-def _untile(data: jax.Array | None, axis: int) -> jax.Array | None:
+def _untile(data: jax.Array, axis: int) -> jax.Array:
     """A tile `[partition, chunk, *rest]` with its features put back at `axis`."""
-    if data is None:
-        return None
     whole = data.reshape(data.shape[0] * data.shape[1], *data.shape[2:])
     return jnp.moveaxis(whole, 0, axis)
 
@@ -129,8 +127,12 @@ def _tile(x: jax.Array, width: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _untiled(ops: Operands) -> Operands:
-    axes = (0 if _is_weight(operand) else -1 for operand in ops._fields)
-    return Operands(*map(_untile, ops, axes))
+    whole = {
+        operand: _untile(x, 0 if _is_weight(operand) else -1)
+        for operand, x in ops._asdict().items()
+        if x is not None
+    }
+    return ops._replace(**whole)
 
 
 def _retiled_outs(outs: tuple, ops: Operands, opts: Options):

@@ -176,7 +176,7 @@ def mlp(
     return list(outs) if store_fused_add_result else [outs]
 
 
-def _logical(stored: jax.Array, lnc: int) -> jax.Array:
+def _logical(stored: Any, lnc: int) -> jax.Array:
     """The down weight `[I, H]` from its layout of unit strides for `lnc` cores."""
     rows, width = stored.shape
     lanes = stored.reshape(rows, lnc, width // PARTITIONS // lnc, PARTITIONS)

@@ -88,6 +88,13 @@ def norm_of(value: Any) -> NormType | None:
     return member(NormType, value)
 
 
+def norm_word(value: Any) -> str:
+    """The config bag's word for a norm that the rules have let pass."""
+    kind = norm_of(value)
+    assert kind is not None
+    return NORM_CONFIG[kind]
+
+
 def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
     """What the rows read, from the arguments of `function`."""
     names = ARGUMENTS[function]
@@ -159,12 +166,18 @@ def _unlike(operands: dict[str, Any], names: dict[str, str]) -> str:
 def _traced(call: SimpleNamespace) -> str:
     """The first setting that is no Python number, described; empty if none is."""
     for key in ("eps", *LIMITS, "lnc"):
-        value = getattr(call, key, None)
-        try:
-            float(0 if value is None and key != "eps" else value)
-        except (TypeError, ValueError):
+        value = vars(call).get(key, 0)
+        if not _is_number(value) and (value is not None or key == "eps"):
             return f"{key} of type {type(value).__name__}"
     return ""
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _off_axis(operands: dict[str, Any], names: dict[str, str]) -> str:

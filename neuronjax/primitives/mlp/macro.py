@@ -16,8 +16,8 @@ from neuronjax.kernels.mlp import dense, plain
 from neuronjax.primitives import contracts
 from neuronjax.primitives.macro import Example, MacroFamily
 from neuronjax.primitives.mlp import rules  # noqa: F401  enters the rows
-from neuronjax.primitives.mlp.facts import LIMITS, TILE_AXES, facts, norm_of
-from neuronjax.primitives.options import NORM_CONFIG, ActFnType, NormType, member
+from neuronjax.primitives.mlp.facts import LIMITS, TILE_AXES, facts, norm_word
+from neuronjax.primitives.options import ActFnType, NormType, member
 from neuronjax.primitives.tile import (
     MemrefTile,
     is_all_io_type_memref_tile,
@@ -228,7 +228,7 @@ def _emit(emitter: str, call: SimpleNamespace, fused_add: str, **added: Any) -> 
     limits = {key: getattr(call, key) for key in LIMITS}
     config = dict(
         activation=member(ActFnType, call.activation).name,
-        norm=NORM_CONFIG[norm_of(call.norm)],
+        norm=norm_word(call.norm),
         eps=float(call.eps),
         skip_gate=bool(call.skip_gate),
         fused_add=fused_add,
@@ -243,7 +243,7 @@ def _emit(emitter: str, call: SimpleNamespace, fused_add: str, **added: Any) -> 
         return mlp_family(*ops, name=UNTILED, **config)[:results]
     tiles = ops._asdict()
     require_partitions(emitter, **tiles)
-    data = [None if tile is None else tile.data for tile in ops]
+    data = [getattr(tile, "data", None) for tile in ops]
     outs = mlp_family(*data, name=TILED, **config)[:results]
     outs = tuple(MemrefTile(out, call.hidden.axis) for out in outs)
     require_fit(emitter, **tiles, **dict(zip(("out", "added"), outs, strict=False)))
