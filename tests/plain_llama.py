@@ -15,9 +15,8 @@ def plain_llama(config, weights, tokens):
         return weights[f"{name}.weight"]
 
     x = w("model.embed_tokens")[tokens]
-    angles = jnp.arange(tokens.shape[1])[:, None] * config.rope_theta ** (
-        -jnp.arange(0, config.head_dim, 2) / config.head_dim
-    )
+    pairs = jnp.arange(0.0, config.head_dim, 2) / config.head_dim
+    angles = jnp.arange(1.0 * tokens.shape[1])[:, None] * config.rope_theta**-pairs
     for i in range(config.num_layers):
         at = f"model.layers.{i}"
         h = _norm(x, w(f"{at}.input_layernorm"), config.norm_eps)

@@ -118,7 +118,11 @@ def test_top_p_keeps_the_likeliest_tokens():
         ([[]], {}, r"prompts\[0\] must hold ids"),
         ([[1], [61]], {}, r"prompts\[1\] must hold ids in \[0, 61\), got \[61\]"),
         ([], {}, "prompts must be at least one prompt"),
-        ([[1]], dict(max_tokens=200), "fit in max_seq = 200, got 1 \\+ 200"),
+        (
+            [[1]],
+            dict(max_tokens=200),
+            r"prompts\[0\] and max_tokens must fit in max_seq = 200, got 1 \+ 200",
+        ),
         ([[1]], dict(max_tokens=-1), "max_tokens must be at least 0"),
         ([[1]], dict(temperature=-1.0), "temperature must be at least 0"),
         ([[1]], dict(top_p=0.0), r"top_p must be in \(0, 1\]"),

@@ -109,13 +109,13 @@ def test_cache_shapes_that_do_not_fit_are_refused():
 
 
 def test_parameters_carry_partition_names():
-    specs = nnx.get_partition_spec(nnx.state(_layer()))
-    assert specs["attention"]["qkv"][...] == P(None, "tensor")
-    assert specs["attention"]["out"][...] == P("tensor", None)
-    assert specs["mlp"]["down"][...] == P("tensor", None)
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(_layer())))
+    assert specs["attention"]["qkv"] == P(None, "tensor")
+    assert specs["attention"]["out"] == P("tensor", None)
+    assert specs["mlp"]["down"] == P("tensor", None)
     stacked = Llama(CONFIG, scan_layers=True, rngs=nnx.Rngs(0))
-    specs = nnx.get_partition_spec(nnx.state(stacked))
-    assert specs["layers"]["mlp"]["gate"][...] == P(None, None, "tensor")
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(stacked)))
+    assert specs["layers"]["mlp"]["gate"] == P(None, None, "tensor")
 
 
 def test_split_and_merge_and_jit_agree():
@@ -149,7 +149,8 @@ def test_a_model_trains_with_an_nnx_optimizer(scan_layers):
             ).mean()
 
         value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes its step count
+            optimizer.update(model, grads)
         return value
 
     losses = [float(step(model, optimizer)) for _ in range(12)]
