@@ -41,6 +41,11 @@ def operand(name: str) -> Callable[[dict, dict], bool]:
     return lambda options, inputs: name in inputs
 
 
+def either(*conditions: Callable[[dict, dict], bool]) -> Callable[[dict, dict], bool]:
+    """One of the conditions holds."""
+    return lambda options, inputs: any(c(options, inputs) for c in conditions)
+
+
 def _whole(reason: str, *functions: str) -> list[NotBuilt]:
     return [NotBuilt(function, reason) for function in functions]
 
@@ -73,7 +78,11 @@ TABLE = [
     *_whole(BLOCK, "attention_block_tkg", "attention_block_tkg (KVDP)"),
     NotBuilt("mlp", QUANTIZED, option("quantization_type", "NONE")),
     NotBuilt("qkv_tkg", QUANTIZED, option("quantization_type", "NONE")),
-    NotBuilt("qkv_cte", QUANTIZED, option("kv_dtype", None)),
+    NotBuilt(
+        "qkv_cte",
+        QUANTIZED,
+        either(option("quantization_type", "NONE"), option("kv_dtype", None)),
+    ),
     NotBuilt("output_projection_tkg", QUANTIZED, option("quantization_type", "NONE")),
     NotBuilt("output_projection_cte", QUANTIZED, option("quantization_type", "NONE")),
     *_whole(QUANTIZED, "rmsnorm_quant_kernel", "rmsnorm_tkg", "layernorm_tkg"),
