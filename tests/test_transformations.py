@@ -293,7 +293,9 @@ def _(case):
     (batch,) = export.symbolic_shape("b")
     shapes = [
         jax.ShapeDtypeStruct(
-            tuple(batch if i == axis else n for i, n in enumerate(x.shape)), x.dtype
+            # The case has batch 2: grouped heads split in multiples of it.
+            tuple(n // 2 * batch if i == axis else n for i, n in enumerate(x.shape)),
+            x.dtype,
         )
         for x, axis in zip(case.flat, case.split, strict=True)
     ]

@@ -6,7 +6,7 @@ Inside, every array is `[num_kv_heads, group, seq, width]` with batch folded int
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from neuronjax.kernels.shard_common import uniform
 Folded = Float[Array, "_ _ _"]  # [heads, seq, width] or transposed; heads hold batch
 Mask = Bool[Array, "_ _ kv_seq"]  # [1 or heads, 1 or q_seq, kv_seq], True = keep
 Carry = TypeVar("Carry")
+Size = Any  # an int, or a symbolic size while exporting
 
 
 class Plan(NamedTuple):
@@ -67,7 +68,7 @@ def cut(x: jax.Array, i: jax.Array | int, block: int, axis: int = -2) -> jax.Arr
     return lax.dynamic_slice_in_dim(x, i * block, block, axis % x.ndim)
 
 
-def grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
+def grouped(x: jax.Array, num_kv_heads: Size) -> jax.Array:
     """`[heads, ...]` to `[num_kv_heads, group, ...]`: neighbours share a key head."""
     return x.reshape(num_kv_heads, x.shape[0] // num_kv_heads, *x.shape[1:])
 
@@ -112,7 +113,7 @@ def seen_by(
     return seen & (part if mask.shape[-2] == 1 else cut(part, i, plan.q_block))
 
 
-def prepare_mask(mask: jax.Array | None, plan: Plan, num_kv_heads: int):
+def prepare_mask(mask: jax.Array | None, plan: Plan, num_kv_heads: Size):
     """`[1|heads, 1|q_seq, kv_seq]` to `[1|kv_heads, 1|group, 1|rows, keys]`, padded."""
     if mask is None:
         return None

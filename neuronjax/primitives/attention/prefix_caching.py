@@ -23,7 +23,8 @@ def attention_prefix_caching_fwd_kernel(
     """
     raise NotImplementedError(
         f"attention_prefix_caching_fwd_kernel: {kernel_name} with a prefix is not "
-        "built yet; attention_kernel attends without one, attention_tkg_fwd_kernel to a cache"
+        "built yet; attention_kernel attends without one, attention_tkg_fwd_kernel to "
+        "a cache"
     )
 
 
