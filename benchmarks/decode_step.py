@@ -245,16 +245,17 @@ def _neuronjax(*, scan: bool) -> Callable[[Case], Work]:
         lengths = jnp.array([case["context"] - 1], jnp.int32)
         token = jnp.array([[7]], jnp.int32)
 
-        def step(state, layers):
+        def step(state, lengths, layers):
             cache = Cache(layers, lengths)
             logits, cache = nnx.merge(graph, state).decode(token, cache)
             return jnp.argmax(logits, -1), logits[0], cache.layers
 
-        compiled, facts = jax_compile(jax.jit(step, donate_argnums=1), state, layers)
+        jitted = jax.jit(step, donate_argnums=2)
+        compiled, facts = jax_compile(jitted, state, lengths, layers)
         held = [layers]
 
         def run():
-            token_out, logits, held[0] = compiled(state, held[0])
+            token_out, logits, held[0] = compiled(state, lengths, held[0])
             jax.block_until_ready(token_out)
             return logits
 
@@ -270,7 +271,7 @@ def _llama(case: Case, *, scan: bool) -> tuple[Any, Any]:
     import numpy as np
 
     from neuronjax.models.config import LlamaConfig
-    from neuronjax.models.llama import load_llama
+    from neuronjax.models.load import load_llama
     from neuronjax.nn.cache import LayerCache
 
     sizes = {n: case[n] for n in LlamaConfig.__dataclass_fields__ if n in case}

@@ -102,6 +102,18 @@ def test_a_write_past_the_end_is_refused_or_dropped():
     np.testing.assert_array_equal(got, [[10, 20, 30, 40], [10, 98, 99, 40]])
 
 
+def test_a_position_that_is_a_constant_of_the_jitted_function_is_checked():
+    cache, new = jnp.zeros((1, 4)), jnp.ones((1, 1))
+    for position, fits in ((3, True), (4, False)):
+        held = jnp.array([position])
+        write = jax.jit(lambda c, n, held=held: nn.write_cache(c, n, held))
+        if fits:
+            np.testing.assert_array_equal(write(cache, new), [[0, 0, 0, 1]])
+        else:
+            with pytest.raises(ValueError, match="write_cache: position must lie in"):
+                write(cache, new)
+
+
 def test_cache_shapes_that_do_not_fit_are_refused():
     cache = jnp.zeros((2, 4, 3))
     with pytest.raises(ValueError, match="new and position must have shapes"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -85,7 +86,9 @@ def write_cache(
         )
     if not isinstance(position, Tracer):
         last = cache.shape[axis] - new.shape[axis]
-        if bool(jnp.any((position < 0) | (position > last))):
+        # In NumPy: under jit even a constant's comparison would be traced.
+        held = np.asarray(position)
+        if ((held < 0) | (held > last)).any():
             raise ValueError(
                 f"write_cache: position must lie in [0, {last}] so that "
                 f"{new.shape[axis]} slots fit in {cache.shape[axis]}, "
