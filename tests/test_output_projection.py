@@ -361,6 +361,47 @@ def test_a_replicated_weight_under_shard_map_gets_its_whole_gradient():
     np.testing.assert_allclose(gradient[:, 0], [18, 22, 26])
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_same_call_runs_on_auto_and_explicit_meshes(explicit):
+    """R-50: without a mesh, under both kinds of axes, and inside shard_map."""
+    arrays, run = operands(), jax.jit(neuronjax.output_projection_cte)
+    wanted, specs = run(*arrays), (P("data"), P(), P())
+    mesh = make_mesh(data=2, explicit=explicit)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s))
+            for a, s in zip(arrays, specs, strict=True)
+        ]
+        out = run(*placed)
+        inner = jax.shard_map(run, in_specs=specs, out_specs=P("data"))
+        mapped = jax.jit(inner)(*placed)
+    if explicit:
+        assert jax.typeof(out).sharding.spec[0] == "data"
+    assert error(jax.device_get(out), wanted) < 1e-6
+    assert error(jax.device_get(mapped), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_option_that_changes_the_output_keeps_one_structure(form):
+    """R-47."""
+    arrays = operands(form, width=256)
+    options = (
+        {"TRANSPOSE_OUT": True} if form == "DBNS" else {"output_dtype": "bfloat16"}
+    )
+    for given in ({}, options):
+
+        def run(*a, given=given):
+            return FORMS[form](*a, **given)
+
+        out = run(*arrays)
+        with neuronjax.plain():
+            plain = jax.eval_shape(run, *arrays)
+        primal = jax.eval_shape(lambda *a: jax.vjp(run, *a)[0], *arrays)
+        mapped = jax.vmap(run)(*(a[None] for a in arrays))[0]
+        for other in (plain, primal, mapped, jax.eval_shape(run, *arrays)):
+            assert (other.shape, other.dtype) == (out.shape, out.dtype)
+
+
 def test_an_axis_that_the_mesh_lacks_is_refused():
     message = r"sharded_output_projection: heads must be an axis of the mesh, one of"
     with pytest.raises(ValueError, match=message):

@@ -489,6 +489,14 @@ def test_an_option_that_is_not_built_refuses(function, option):
             )
 
 
+def test_can_reports_an_option_that_is_not_built():
+    report = neuronjax.can(
+        "qkv", jnp.zeros((2, 3, 128)), jnp.zeros((128, 16)), quantization_type="ROW"
+    )
+    assert not report
+    assert "quantization_type = ROW is not built yet" in str(report)
+
+
 def test_hints_change_no_value():
     arrays, options = call(operands(), (2, 1, 4))
     wanted = neuronjax.qkv(**arrays, **options)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from neuronjax.primitives.options import unbuilt
 from neuronjax.primitives.tile import MIXED, MemrefTile
 
 TAGS = ("math", "hw")
@@ -199,7 +200,8 @@ def can(op: str | Callable, *args: Any, **kwargs: Any) -> Report:
 
     Returns:
         A report that is true when the call runs here. It lists every violated rule, the
-        chip's (`[hw]`) included, and the nearest legal size.
+        chip's (`[hw]`) included, and the nearest legal size; or the option that is not
+        built yet.
 
     Raises:
         ValueError: no function of that name has contracts.
@@ -218,6 +220,9 @@ def can(op: str | Callable, *args: Any, **kwargs: Any) -> Report:
             f"can: op must be one of {', '.join(sorted(FUNCTIONS))}, got {name!r}"
         )
     call = _call(name, args, kwargs)
+    reason = unbuilt(name, vars(call))
+    if reason is not None:
+        return Report(name, (Violation(f"{name}.not_built", "math", reason),))
     broken = _broken(name, call)
     violations = tuple(Violation(c.id, c.tag, c.text(call), c.literal) for c in broken)
     return Report(name, violations, _nearest(name, call, broken))

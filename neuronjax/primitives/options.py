@@ -3,7 +3,7 @@
 import enum
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 
@@ -87,27 +87,38 @@ def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
 
     def mark(function: Function) -> Function:
         signature = inspect.signature(function)
+        _UNBUILT[function.__name__] = instead, off
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
             given = signature.bind(*args, **kwargs).arguments
-            for name, none in off.items():
-                if name not in given:
-                    continue
-                value = given[name]
-                if isinstance(none, enum.Enum):
-                    value = member(type(none), value) or none
-                nones = none if isinstance(none, tuple) else (none,)
-                if not any(_is_off(value, none) for none in nones):
-                    raise NotImplementedError(
-                        f"{function.__name__}: {name} = {_shown(value)} is not built "
-                        f"yet; {instead}"
-                    )
+            reason = unbuilt(function.__name__, given)
+            if reason is not None:
+                raise NotImplementedError(reason)
             return function(*args, **kwargs)
 
         return cast(Function, checked)
 
     return mark
+
+
+# By function: what is built instead, and the off values.
+_UNBUILT: dict[str, tuple[str, Mapping[str, object]]] = {}
+
+
+def unbuilt(function: str, given: Mapping[str, object]) -> str | None:
+    """Why a call is refused: the first option that is not built; None if all are."""
+    instead, off = _UNBUILT.get(function, ("", {}))
+    for name, none in off.items():
+        if name not in given:
+            continue
+        value = given[name]
+        if isinstance(none, enum.Enum):
+            value = member(type(none), value) or none
+        nones = none if isinstance(none, tuple) else (none,)
+        if not any(_is_off(value, none) for none in nones):
+            return f"{function}: {name} = {_shown(value)} is not built yet; {instead}"
+    return None
 
 
 def _is_off(value: object, none: object) -> bool:
