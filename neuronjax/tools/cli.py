@@ -120,7 +120,9 @@ class _Speech:
             self._waiting.start()
         return self
 
-    def say(self, token: int) -> None:
+    def say(self, token: int | None) -> None:
+        if token is None:
+            return
         self._times.append(time.perf_counter())
         if piece := self._text.push(token):
             self._waiting.stop()
@@ -153,7 +155,8 @@ def _start_devices(count: int) -> None:
     """Asks for `count` CPU devices, which has to come before jax looks for devices."""
     import jax
 
-    if count > jax.config.jax_num_cpu_devices:
+    now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if count > now:
         # RuntimeError: a program that calls the command has started jax already.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
