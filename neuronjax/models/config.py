@@ -94,10 +94,6 @@ class LlamaConfig:
         if fields.integer("sliding_window", max_seq) < max_seq:
             raise fields.refusal("sliding_window", f"null or at least {max_seq}")
         num_heads = fields.integer("num_attention_heads")
-        if "head_dim" in fields.raw:
-            head_dim = fields.integer("head_dim")
-        else:
-            head_dim = fields.divide("hidden_size", num_heads)
         ends = [fields.raw.get("eos_token_id"), (generation or {}).get("eos_token_id")]
         return fields.build(
             cls,
@@ -107,7 +103,7 @@ class LlamaConfig:
             num_layers=fields.integer("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
+            head_dim=_head_dim(fields, "head_dim", "hidden_size", num_heads),
             rope_theta=_hf_rope_theta(fields),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             tie_embeddings=bool(fields.raw.get("tie_word_embeddings", False)),
@@ -136,10 +132,8 @@ class LlamaConfig:
         fields.require("llama.rope.scaling.type", ("none",), default="none")
         fields.require("llama.expert_count", (0,), default=0)
         num_heads = fields.integer("llama.attention.head_count")
-        if "llama.attention.key_length" in metadata:
-            head_dim = fields.integer("llama.attention.key_length")
-        else:
-            head_dim = fields.divide("llama.embedding_length", num_heads)
+        key, width = "llama.attention.key_length", "llama.embedding_length"
+        head_dim = _head_dim(fields, key, width, num_heads)
         for name in ("llama.attention.value_length", "llama.rope.dimension_count"):
             fields.require(name, (head_dim,), default=head_dim)
         tokens = metadata.get("tokenizer.ggml.tokens", ())
@@ -190,6 +184,13 @@ def _present(raw: Any, source: str) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise ValueError(f"{source}: expected an object, got {type(raw).__name__}")
     return {name: value for name, value in raw.items() if value is not None}
+
+
+def _head_dim(fields: "_Fields", name: str, width: str, num_heads: int) -> int:
+    """The field `name`, else the model's width over its heads."""
+    if name in fields.raw:
+        return fields.integer(name)
+    return fields.divide(width, num_heads)
 
 
 def _hf_rope_theta(fields: "_Fields") -> float:

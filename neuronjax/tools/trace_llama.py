@@ -1,5 +1,6 @@
 """The macros of a Llama of given sizes, from shapes alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,18 +47,24 @@ def trace_llama(
     def decode(state, tokens, cache):
         return nnx.merge(graph, state).decode(tokens, cache)
 
-    def loss(state, tokens):
-        logits = nnx.merge(graph, state)(tokens)[:, :-1]
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
-
     if gradient:
         title = f"gradient of the loss, batch {batch}, {seq} tokens"
-        return {title: trace(jax.grad(loss), state, tokens)}
+        return {title: trace(jax.grad(_loss(graph)), state, tokens)}
     _, cache = jax.eval_shape(prefill, state, tokens, lengths)
     one = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     return {
         f"prefill, batch {batch}, {seq} tokens": trace(prefill, state, tokens, lengths),
         f"one decode step after {seq} tokens": trace(decode, state, one, cache),
     }
+
+
+def _loss(graph: Any) -> Callable:
+    """The next-token loss as a function of parameters and tokens."""
+
+    def loss(state, tokens):
+        logits = nnx.merge(graph, state)(tokens)[:, :-1]
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
+
+    return loss
