@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.context import settings
 
@@ -56,7 +57,7 @@ class MemrefTile:
 
     @classmethod
     def from_tensor(
-        cls, x: jax.Array, axis: int = 0, *, buffer: str = "sbuf"
+        cls, x: jax.Array | np.ndarray, axis: int = 0, *, buffer: str = "sbuf"
     ) -> "MemrefTile":
         """Lays `x` out with `axis` on the partitions.
 

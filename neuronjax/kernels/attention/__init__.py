@@ -1,1 +1,1 @@
-"""Attention leaves: prefill, its backward, decode, tiled, and their plain references."""
+"""Attention leaves: prefill and backward, decode, tiled, their plain references."""

@@ -80,14 +80,14 @@ def attention_decode_fwd(
     acc = accumulator(q.dtype)
     if fuse_rope:
         q, k_active = rotate(q, k_active, positions, inv_freqs)
-    new_keys = (k_active,) if fuse_rope else ()
+    new_keys: tuple[Any, ...] = (k_active,) if fuse_rope else ()
     cached = (k_active, v_active, k_prior, v_prior)
     parts = _parts(cached, mask, lengths, q, prior_slots, tp_k_prior)
     rows = _grouped(q, k_prior.shape[1])
     scores = [_scores(rows, part, acc) for part in parts]
     top, held = row_max(scores)
     weights = [jnp.exp(z - held) for z in scores]
-    total = sum(p.sum(-1, keepdims=True) for p in weights)
+    total: Any = sum(p.sum(-1, keepdims=True) for p in weights)
     any_seen = _any_seen(parts, total.shape)
     total = jnp.where(any_seen, total, 1)
     out = jnp.where(any_seen, _weigh(weights, parts, acc, static) / total, 0)
@@ -107,7 +107,7 @@ def attention_decode_bwd(
     lengths: Int[Array, " batch"] | None,
     positions: Int[Array, "batch seq"] | None,
     inv_freqs: Float[Array, "half 1"] | None,
-    *stored: Array | None,
+    *stored: Any,
     name: str,
     prior_slots: int,
     tp_k_prior: bool,
@@ -149,7 +149,7 @@ def rotate(q, k_active, positions, inv_freqs):
     """The rotated queries, divided by `sqrt(d)`, and the rotated new keys."""
     angles = _angles(positions, inv_freqs)
     tables = jnp.cos(angles), jnp.sin(angles)
-    form = dict(name="RoPE", full=True, interleaved=False)
+    form: dict[str, Any] = dict(name="RoPE", full=True, interleaved=False)
     (turned,) = rope_fwd(q.astype(accumulator(q.dtype)), *tables, **form)
     scaled = turned * (q.shape[-1] ** -0.5)
     return scaled.astype(q.dtype), rope_fwd(k_active, *tables, **form)[0]
@@ -165,7 +165,7 @@ def _unrotate(raw, grads, positions, inv_freqs):
     angles = _angles(positions, inv_freqs)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     acc, scale = accumulator(raw[0].dtype), raw[0].shape[-1] ** -0.5
-    form = dict(name="RoPEBwd", full=True, interleaved=False)
+    form: dict[str, Any] = dict(name="RoPEBwd", full=True, interleaved=False)
     turned, d_angles = [], jnp.zeros_like(angles)
     for x, dy, factor in zip(raw, grads, (scale, 1.0), strict=True):
         wide = x.astype(acc), cos, sin, dy.astype(acc) * factor

@@ -31,7 +31,7 @@ def attention_decode_plain(
     acc = accumulator(q.dtype)
     if fuse_rope:
         q, k_active = rotate(q, k_active, positions, inv_freqs)
-    new_keys = (k_active,) if fuse_rope else ()
+    new_keys: tuple[Any, ...] = (k_active,) if fuse_rope else ()
     cached = (k_active, v_active, k_prior, v_prior)
     keys, values, seen = _joined(cached, mask, lengths, q, prior_slots, tp_k_prior)
     any_seen = seen.any(-1, keepdims=True)
@@ -65,7 +65,8 @@ def attention_decode_bwd_plain(
 ) -> tuple[Array, ...]:
     """The same as `attention_decode_bwd`, from the same stored statistics."""
     acc = accumulator(q.dtype)
-    turned, unturn = (q, k_active), None
+    turned: tuple[Any, Any] = (q, k_active)
+    unturn: Any = None
     if fuse_rope:
         turned, unturn = jax.vjp(
             lambda *a: rotate(a[0], a[1], positions, a[2]), q, k_active, inv_freqs

@@ -43,7 +43,7 @@ def attention_decode_tiled_fwd(
     slot = jnp.arange(k_prior.shape[4])
     causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)
     filled = lax.collapse(lengths, 0, 2)[:, None, None, None, None]
-    parts = [(k_prior, v_prior, slot < filled)]
+    parts: list[tuple[Any, Any, Any]] = [(k_prior, v_prior, slot < filled)]
     if k_active is not None:
         parts.append((k_active, v_active, causal[None, None, None]))
     scores = [_scores(rows, key, seen, acc) for key, _, seen in parts]
@@ -58,8 +58,10 @@ def attention_decode_tiled_fwd(
     neg_max = jnp.where(any_seen, -top, jnp.inf)
     recip = jnp.where(any_seen, jnp.exp(top - held) / total, 1)
     out = jnp.moveaxis(lax.collapse(out, 1, 3), 3, 0)
-    statistics = (jnp.moveaxis(lax.collapse(x, 1, 3), 2, 0) for x in (neg_max, recip))
-    return tuple(_split_first(x) for x in (out, *statistics))
+    neg_max, recip = (
+        jnp.moveaxis(lax.collapse(x, 1, 3), 2, 0) for x in (neg_max, recip)
+    )
+    return _split_first(out), _split_first(neg_max), _split_first(recip)
 
 
 def _scores(rows, key, seen, acc):

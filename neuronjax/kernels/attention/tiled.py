@@ -50,8 +50,10 @@ def attention_tiled_fwd(
 
     starts = jnp.arange(partitions // lines) * rows
     _, (out, neg_max, recip) = lax.scan(jax.checkpoint(query_block), None, starts)
-    out = out.astype(q.dtype)
-    return tuple(_as_tile(x, lines, chunks) for x in (out, neg_max, recip))
+    out, neg_max, recip = (
+        _as_tile(x, lines, chunks) for x in (out.astype(q.dtype), neg_max, recip)
+    )
+    return out, neg_max, recip
 
 
 def _attend(q, k, v, seen, scale, acc):

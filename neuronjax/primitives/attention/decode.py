@@ -274,7 +274,7 @@ def _plain(*operands, name, is_tiled, **config):
     return tuple(MemrefTile.from_tensor(out, 2).data for out in outs)
 
 
-def _tensors(tiles):
+def _tensors(tiles) -> tuple[Any, ...]:
     """A tiled call's operands as tensors, in the order of the untiled leaf."""
     axes = AXES.values()
     tensors = [
@@ -307,10 +307,10 @@ def _backward(operands, outs, cotangents, config):
     stored = (*outs, *cotangents)
     grads = iter(backward(*operands, *stored, name="AttentionTkgFwdBwd", **config))
     floats = (0, 1, 2, 3, 4, 8)
-    return [
+    return tuple(
         next(grads) if i in floats and x is not None else None
         for i, x in enumerate(operands)
-    ]
+    )
 
 
 def _example(name: str, dtype: Any, batch: int) -> Example:
@@ -332,7 +332,7 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
         ]
         split = (2, 2, 2, 2, 2, 0)
         return Example(tuple(tiles), dict(config, is_tiled=True), split, (2, 2, 2))
-    operands = (*cached, None, lengths, None, None)
+    operands: tuple[Any, ...] = (*cached, None, lengths, None, None)
     if name == "AttentionTkgFwd":
         return Example(operands, config, (0,) * 6, (0, 0, 0))
     outs = attention_decode_plain(*operands, name="AttentionTkgFwd", **config)

@@ -242,7 +242,7 @@ def attention_kernel(
     scale = softmax_scale if scale is None else scale
     destination = attn_out if out is None else out
     hints = dict(num_stages=num_stages, num_tiles=num_tiles, fuse_batches=fuse_batches)
-    config = dict(
+    config: dict[str, Any] = dict(
         scale=1.0 if scale is None else float(scale),
         is_causal=bool(is_causal),
         is_tiled=tiled,
@@ -273,7 +273,7 @@ def _emit_tiled(q, k, v, destination, config):
     return out
 
 
-def scaled(x: Operand, scale: float | Array | None, d: int) -> Operand:
+def scaled(x: Operand, scale: Any, d: int) -> Any:
     """`x * scale`, formed in float32 and rounded once; `None` is `1/sqrt(d)`."""
     if isinstance(x, MemrefTile):
         return MemrefTile(scaled(x.data, scale, d), x.axis, x.buffer)

@@ -24,7 +24,7 @@ def _arguments(tiles: bool = False, **changes: Any):
     def build(function: str) -> dict[str, Any]:
         shapes: dict[str, Any] = dict(q=(4, 3, 8), k=(2, 8, 5), v=(2, 5, 6))
         given = shapes | {"tp_q": True} | changes
-        arrays = {
+        arrays: dict[str, Any] = {
             key: np.zeros(value, np.float32) if isinstance(value, tuple) else value
             for key, value in given.items()
         }
@@ -172,6 +172,14 @@ _row(
     lambda c: c.mask_misfit,
     (KERNEL,),
     example=_arguments(mask=(5,)),
+)
+_row(
+    "mask_dtype",
+    "mask must be boolean or integer, got {one_mask.dtype}: an additive bias and its "
+    "gradient are not built",
+    lambda c: c.one_mask is not None and jnp.issubdtype(c.one_mask.dtype, jnp.floating),
+    (KERNEL,),
+    example=_arguments(mask=(1, 1, 5)),
 )
 _row(
     "tiled_mask",
