@@ -9,8 +9,6 @@ from neuronjax import MemrefTile
 from neuronjax.primitives import registry
 
 FAMILY = registry.resolve_family("QKV")
-# Each is [q heads, kv heads, head dim]; widths of 6 and 96 are off every tile.
-HEADS = [(2, 1, 4), (3, 2, 6)]
 # The order of the macro's operands.
 ORDER = (
     "input fused_qkv_weights gamma_norm_weights layer_norm_bias bias mlp_prev "
