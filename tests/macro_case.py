@@ -1,5 +1,7 @@
 """One NAME as the transformation table sees it: a function of flat arrays."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ class MacroCase:
 
     def __init__(self, label, dtype="float32", batch=2):
         self.label, self.name = label, label.split(" ")[0]
+        self.dtype, self.batch = dtype, batch
         self.family = registry.resolve_family(self.name)
         example = self.family.example(label, jnp.dtype(dtype), batch)
         self.flat, self.tree = jax.tree.flatten(example.operands)
@@ -36,6 +39,20 @@ class MacroCase:
         """The plain reference, compiled: one program instead of one an operation."""
         return jax.jit(self.plain)(*flat)
 
+    def both(self, fun, *flat):
+        """Outputs and gradients in one program."""
+        return jax.jit(lambda *flat: self._both(fun, flat))(*flat)
+
+    def _both(self, fun, flat):
+        live = [flat[i] for i in self.floats]
+        gradient = jax.grad(loss(self.of_floats(fun, flat)), tuple(range(len(live))))
+        return tuple(fun(*flat)), gradient(*live)
+
+    @property
+    def wanted(self):
+        """What the plain reference gives for the example: outputs and gradients."""
+        return _wanted(self.label, self.dtype, self.batch)
+
     def of_floats(self, fun, flat=None):
         """`fun` as a function of its float operands alone."""
         flat = self.flat if flat is None else flat
@@ -55,6 +72,12 @@ class MacroCase:
     def equations(self, fun, *args):
         """How many equations of this NAME `fun` traces to."""
         return neuronjax.trace(fun, *args).count(self.name)
+
+
+@functools.cache
+def _wanted(label, dtype, batch):
+    case = MacroCase(label, dtype, batch)
+    return case.both(case.plain, *case.flat)
 
 
 def is_float(x):

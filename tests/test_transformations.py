@@ -42,24 +42,21 @@ def cell(name):
 
 @cell("jit")
 def _(case):
-    assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat))
-    assert_close(case.macro(*case.flat), case.reference(*case.flat))
+    assert_close(jax.jit(case.macro)(*case.flat), case.wanted[0])
+    assert_close(case.macro(*case.flat), case.wanted[0])
 
 
 @cell("plain()")
 def _(case):
     with neuronjax.plain():
         assert case.equations(case.macro, *case.flat) == 0
-        assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat), 0)
+        assert_close(jax.jit(case.macro)(*case.flat), case.wanted[0], 0)
 
 
 @cell("grad")
 def _(case):
-    got, wanted = (
-        grads(case.of_floats(f), len(case.floats))(*case.live)
-        for f in (case.macro, case.plain)
-    )
-    assert_close(got, wanted, GRADIENT)
+    got = grads(case.of_floats(case.macro), len(case.floats))(*case.live)
+    assert_close(got, case.wanted[1], GRADIENT)
 
 
 @cell("jvp")
@@ -183,14 +180,13 @@ def _(case):
 def _(case):
     names = case.family.output_names(case.config)
     saved = jax.checkpoint_policies.save_only_these_names(*names)
-    wanted = grads(case.of_floats(case.plain), len(case.live))(*case.live)
     most = {saved: 1, jax.checkpoint_policies.nothing_saveable: 2}
     for policy, limit in most.items():
         kept = jax.checkpoint(case.of_floats(case.macro), policy=policy)
         got = grads(kept, len(case.live))
         times = case.equations(got, *case.live)
         assert times == limit or (times < limit and case.family.backward is None)
-        assert_close(jax.jit(got)(*case.live), wanted, GRADIENT)
+        assert_close(got(*case.live), case.wanted[1], GRADIENT)
 
 
 def _spec(axis, mesh_axis="data"):
@@ -220,13 +216,9 @@ def _sharded(case, devices):
 
 def _shard_map(name, devices):
     case = MacroCase(name, batch=2 * devices)
-    sharded = _sharded(case, devices)
-    assert_close(jax.jit(sharded)(*case.flat), case.reference(*case.flat))
-    got, wanted = (
-        jax.jit(grads(case.of_floats(f), len(case.live)))(*case.live)
-        for f in (sharded, case.plain)
-    )
-    assert_close(got, wanted, GRADIENT)
+    outs, got = case.both(_sharded(case, devices), *case.flat)
+    assert_close(outs, case.wanted[0])
+    assert_close(got, case.wanted[1], GRADIENT)
 
 
 for _devices in (1, 2, 3, 5, 8):
@@ -240,22 +232,17 @@ def _(case):
     mesh = jax.make_mesh(
         (2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2]
     )
-    wanted = case.reference(*case.flat)
-    gradient = jax.jit(grads(case.of_floats(case.plain), len(case.live)))(*case.live)
     with jax.set_mesh(mesh):
         flat = [
             jax.device_put(x, NamedSharding(mesh, _spec(axis)))
             for x, axis in zip(case.flat, case.split, strict=True)
         ]
-        outs = jax.jit(case.macro)(*flat)
-        live = [flat[i] for i in case.floats]
-        n = len(live)
-        got = jax.jit(grads(case.of_floats(case.macro, flat), n))(*live)
+        outs, got = case.both(case.macro, *flat)
     for out, axis in zip(outs, case.out_split, strict=True):
         if axis is not None:
             assert jax.typeof(out).sharding.spec[axis] == "data"
-    assert_close(jax.device_get(outs), jax.device_get(wanted))
-    assert_close(jax.device_get(got), jax.device_get(gradient), GRADIENT)
+    assert_close(jax.device_get(outs), jax.device_get(case.wanted[0]))
+    assert_close(jax.device_get(got), jax.device_get(case.wanted[1]), GRADIENT)
 
 
 def _round_trip(fun, args, **kwargs):
@@ -264,28 +251,24 @@ def _round_trip(fun, args, **kwargs):
     return again, again.call
 
 
+def _exported(case, **kwargs):
+    """The module's text; outputs and gradients of the reloaded program."""
+    saved, call = _round_trip(lambda *a: case.both(case.macro, *a), case.flat, **kwargs)
+    outs, got = call(*case.flat)
+    assert_close(outs, case.wanted[0])
+    assert_close(got, case.wanted[1], GRADIENT)
+    return saved.mlir_module()
+
+
 @cell("export inline")
 def _(case):
-    platforms = ["cpu", "tpu", "cuda"]
-    saved, call = _round_trip(case.macro, case.flat, platforms=platforms)
-    assert case.name in saved.mlir_module()
-    assert_close(tuple(call(*case.flat)), case.reference(*case.flat))
-    gradient = grads(case.of_floats(case.macro), len(case.live))
-    wanted = grads(case.of_floats(case.plain), len(case.live))(*case.live)
-    _, call = _round_trip(gradient, case.live, platforms=platforms)
-    assert_close(call(*case.live), wanted, GRADIENT)
+    assert case.name in _exported(case, platforms=["cpu", "tpu", "cuda"])
 
 
 @cell("export composite")
 def _(case):
     with neuronjax.lowering("composite"):
-        saved, call = _round_trip(case.macro, case.flat)
-        gradient = grads(case.of_floats(case.macro), len(case.live))
-        _, pull = _round_trip(gradient, case.live)
-    assert f"neuron.{case.name}" in saved.mlir_module()
-    assert_close(tuple(call(*case.flat)), case.reference(*case.flat))
-    wanted = grads(case.of_floats(case.plain), len(case.live))(*case.live)
-    assert_close(pull(*case.live), wanted, GRADIENT)
+        assert f"neuron.{case.name}" in _exported(case)
 
 
 @cell("export, symbolic batch")
@@ -310,16 +293,12 @@ def _(case):
 def _(case):
     """The macro errs at most twice as much as the plain bfloat16 computation."""
     low = MacroCase(case.label, "bfloat16")
-    n = len(low.floats)
-    got, plain = low.macro(*low.flat), low.reference(*low.flat)
-    assert [x.dtype for x in got] == [x.dtype for x in plain]
-    got += grads(low.of_floats(low.macro), n)(*low.live)
-    plain += grads(low.of_floats(low.plain), n)(*low.live)
+    got, plain = low.both(low.macro, *low.flat), low.wanted
+    assert [x.dtype for x in got[0]] == [x.dtype for x in plain[0]]
     with jax.enable_x64(True):
         wide = [x.astype(jnp.float64) if is_float(x) else x for x in low.flat]
-        live = [wide[i] for i in low.floats]
-        exact = low.reference(*wide) + grads(low.of_floats(low.plain, wide), n)(*live)
-    for a, b, c in zip(got, plain, exact, strict=True):
+        exact = low.both(low.plain, *wide)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, plain, exact)), strict=True):
         assert error(a, c) <= 2 * error(b, c) + 2**-8
 
 
@@ -327,18 +306,15 @@ def _(case):
 def _(case):
     with jax.enable_x64(True):
         case = MacroCase(case.label, "float64")
-        assert_close(jax.jit(case.macro)(*case.flat), case.reference(*case.flat), 1e-11)
-        n = len(case.live)
-        got, wanted = (
-            grads(case.of_floats(f), n)(*case.live) for f in (case.macro, case.plain)
-        )
-        assert_close(got, wanted, 1e-10)
+        (outs, got), (exact, gradient) = case.both(case.macro, *case.flat), case.wanted
+        assert_close(outs, exact, 1e-11)
+        assert_close(got, gradient, 1e-10)
         check_grads(jax.jit(loss(case.of_floats(case.macro))), case.live, 1, eps=1e-5)
 
 
 @cell("donation")
 def _(case):
-    wanted = case.reference(*case.flat)
+    wanted = case.wanted[0]
     copies = [jnp.copy(x) for x in case.flat]
     donating = jax.jit(case.macro, donate_argnums=tuple(range(len(copies))))
     assert_close(donating(*copies), wanted)
@@ -397,7 +373,7 @@ def test_every_rule_gives_the_same_structure(name):
     def structure(outs):
         return [(x.shape, x.dtype) for x in outs]
 
-    wanted = structure(case.reference(*case.flat))
+    wanted = structure(case.wanted[0])
     assert structure(jax.eval_shape(case.macro, *case.flat)) == wanted
     assert structure(case.macro(*case.flat)) == wanted
     dots = [jnp.ones_like(x) for x in case.live]
