@@ -37,7 +37,7 @@ def _differentiate_as(value: jax.Array, same: jax.Array) -> jax.Array:
 
 @_differentiate_as.defjvp
 def _(primals, tangents):
-    return primals[0], tangents[1]
+    return _differentiate_as(*primals), tangents[1]  # again: for higher derivatives
 
 
 def attention_fwd(

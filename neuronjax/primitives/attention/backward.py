@@ -143,7 +143,7 @@ def backwards_attention_kernel(
         `(dq, dk, dv)`, each with the shape and dtype of its operand.
     """
     config = dict(hints, tp_q=tp_q, tp_k=tp_k, tp_out=tp_out, scale=1.0)
-    mask = None if mask is None else jnp.asarray(mask) != 0
+    mask = None if mask is None else jnp.asarray(mask).astype(bool)
     operands = (q, k, v, mask, out, neg_max, recip, d_out, d_neg_max, d_recip)
     grads = backwards_attention(
         *operands, name=BACKWARD, is_causal=bool(is_causal), **config

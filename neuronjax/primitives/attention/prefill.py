@@ -254,7 +254,7 @@ def attention_kernel(
     if tiled:
         return _emit_tiled(q, k, v, destination, config)
     name = attention_name(config["is_causal"], tp_k, settings().target)
-    mask = None if mask is None else jnp.asarray(mask) != 0
+    mask = None if mask is None else jnp.asarray(mask).astype(bool)
     attended, *statistics = attention(q, k, v, mask, name=name, **config)
     if destination is not None:
         attended = attended.astype(destination.dtype)
