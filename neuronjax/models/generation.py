@@ -53,16 +53,10 @@ def generate(
             is out of its range, or prompt and new tokens exceed the model's `max_seq`.
     """
     _check(model.config, prompts, max_tokens, temperature, top_p)
-    lengths = jnp.array([len(p) for p in prompts], jnp.int32)
-    longest = max(map(len, prompts))
-    seq, slots = _grain(longest), _grain(longest + max_tokens)
-    tokens = np.zeros((len(prompts), seq), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
     graph, state = nnx.split(model)
     sampler = (jnp.float32(temperature or 1), jnp.float32(top_p), temperature == 0)
     key, draw = jax.random.split(jax.random.key(seed))
-    logits, cache = _prefill(graph, state, tokens, lengths, slots)
+    logits, cache = _prefill(graph, state, *_padded(prompts, max_tokens))
     token = _sample(logits, draw, *sampler)
     made: list[list[int]] = [[] for _ in prompts]
     ended = [max_tokens == 0] * len(prompts)
@@ -72,6 +66,16 @@ def generate(
             return made
         key, draw = jax.random.split(key)
         token, cache = _step(graph, state, token, cache, draw, *sampler)
+
+
+def _padded(prompts, max_tokens):
+    """Tokens `[batch, seq]` padded on the right, their lengths, and the cache's size."""
+    lengths = jnp.array([len(p) for p in prompts], jnp.int32)
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), _grain(longest)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths, _grain(longest + max_tokens)
 
 
 def _grain(size: int) -> int:
