@@ -69,7 +69,7 @@ def generate(
 
 
 def _padded(prompts, max_tokens):
-    """Tokens `[batch, seq]` padded on the right, their lengths, and the cache's size."""
+    """Tokens `[batch, seq]` padded on the right, their lengths, the cache size."""
     lengths = jnp.array([len(p) for p in prompts], jnp.int32)
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), _grain(longest)), np.int32)
