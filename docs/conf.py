@@ -1,11 +1,17 @@
 """Sphinx settings: MyST pages, executed notebooks, docstrings in Markdown."""
 
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+# Sphinx reads below its own folder only.
+(DOCS / "notebooks").mkdir(exist_ok=True)
+for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
+    shutil.copy(notebook, DOCS / "notebooks")
 
 project = "NeuronJAX"
 author = "the NeuronJAX authors"
@@ -22,6 +28,10 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 
 
+def _code(match):
+    return match[0] + ("\\ " if match[2] else "")
+
+
 def _markdown_to_rst(app, what, name, obj, options, lines):
     """Turns `$$...$$` and `$...$` of a docstring into Sphinx's math."""
     text = "\n".join(lines)
@@ -32,7 +42,7 @@ def _markdown_to_rst(app, what, name, obj, options, lines):
         flags=re.S,
     )
     # A word may go on after code (`Array`s): reStructuredText wants a break there.
-    text = re.sub(r"(?<!`)(`[^`\n]+`)(?=\w)", r"\1\\ ", text)
+    text = re.sub(r"`([^`\n]+)`(?=(\w?))", _code, text)
     lines[:] = re.sub(r"\$([^$\n]+)\$", r":math:`\1`", text).splitlines()
 
 

@@ -1,1 +1,12 @@
 """Meshes, and what each family may split over them."""
+
+from neuronjax.sharding.attention import sharded_attention as sharded_attention
+from neuronjax.sharding.mesh import make_mesh as make_mesh
+from neuronjax.sharding.mlp import sharded_mlp as sharded_mlp
+from neuronjax.sharding.output_projection import (
+    sharded_output_projection as sharded_output_projection,
+)
+from neuronjax.sharding.placement import place as place
+from neuronjax.sharding.qkv import shard_qkv_columns as shard_qkv_columns
+from neuronjax.sharding.qkv import sharded_qkv as sharded_qkv
+from neuronjax.sharding.qkv import unshard_qkv_columns as unshard_qkv_columns
