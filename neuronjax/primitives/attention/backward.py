@@ -173,8 +173,9 @@ def _static_leaf(*operands, **config):
 def _example(name: str, dtype: Any, batch: int) -> Example:
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = (2 * batch, 6, 8), (batch, 8, 7), (batch, 7, 5)
+    # Small scores: a vmapped q leaves the statistics behind, and p is not normalised.
     q, k, v = (
-        jax.random.normal(key, shape, dtype)
+        jax.random.normal(key, shape, dtype) / 4
         for key, shape in zip(keys[:3], shapes, strict=True)
     )
     config: dict[str, Any] = dict(scale=1.0, tp_q=True, tp_k=False, tp_out=True)
