@@ -7,7 +7,7 @@ the time of the form with one orientation (8 heads of 64, 2048 positions, float3
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +100,13 @@ def attention_bwd(
     acc = accumulator(q.dtype)
     shift, tie = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
     # A padded row weighs nothing: its weight is far below any exponent's range.
-    log_weight = _rows(neg_max + jnp.log(recip), k, plan, fill=unseen(acc))[..., 0]
-    shift, tie = (
+    log_weight: Any = neg_max + jnp.log(recip)
+    log_weight = _rows(log_weight, k, plan, fill=unseen(acc))[..., 0]
+    terms: list[Any] = [
         None if x is None else _rows(x, k, plan)[..., 0] for x in (shift, tie)
-    )
+    ]
     d_out = None if d_out is None else _rows(d_out, k, plan)
-    whole = Rows(_rows(q, k, plan), d_out, log_weight, shift, tie)
+    whole = Rows(_rows(q, k, plan), d_out, log_weight, *terms)
     keys, values = (pad_rows(x[:, : plan.kv_seq], plan.kv_block) for x in (k, v))
     sweep = functools.partial(_query_block, plan, keys, values, scale, static)
     mask = prepare_mask(mask, plan, k.shape[0])
@@ -131,7 +132,7 @@ def _rows(x: jax.Array, k: jax.Array, plan: Plan, fill: float = 0) -> jax.Array:
     return x
 
 
-def _row_terms(out, recip, d_out, d_neg_max, d_recip, acc):
+def _row_terms(out, recip, d_out, d_neg_max, d_recip, acc) -> tuple[Any, Any]:
     """`(shift, tie)`, `[heads, q_seq, 1]`.
 
     With `m` the maximum, `d recip = -recip * sum(p dz) + recip * dm` and
@@ -162,7 +163,7 @@ def _query_block(plan, keys, values, scale, static, row, mask, i, dk, dv):
     acc = dk.dtype
     sweep = functools.partial(visit, plan, mask, i, static=static)
     # One set for the blocks that every row sees whole, one for the others.
-    factors = {
+    factors: dict[bool, Any] = {
         guarded: tuple(
             None if x is None else _factor(x, guarded, acc) for x in (row.q, row.d_out)
         )
