@@ -188,7 +188,7 @@ def _parts(arrays, mask, lengths, q, prior_slots, tp_k_prior):
         by_query = _grouped(jnp.moveaxis(mask.astype(bool), 0, -1), groups)
         seen = by_query[..., :prior_slots], by_query[..., prior_slots:]
     else:
-        slot = jnp.arange(values.shape[2])
+        slot = jnp.arange(values.shape[2], dtype=lengths.dtype)
         causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)
         seen = (slot < lengths[:, None])[:, None, None, None], causal[None, None, None]
     parts = [_Part(keys, values, seen[0], not tp_k_prior)]

@@ -126,7 +126,8 @@ def _joined(arrays, mask, lengths, q, prior_slots, tp_k_prior):
         values = jnp.concatenate([values, v_active.astype(values.dtype)], 2)
     slot, query = jnp.arange(keys.shape[2]), jnp.arange(seq)[:, None]
     if mask is None:
-        seen = (slot < lengths[:, None, None]) & (slot < count)
+        below = slot.astype(lengths.dtype) < lengths[:, None, None]
+        seen = below & (slot < count)
         seen = (seen | ((slot >= count) & (slot - count <= query)))[:, None]
     else:
         seen = jnp.moveaxis(mask.astype(bool), 0, -1)

@@ -40,7 +40,7 @@ def attention_decode_tiled_fwd(
     """
     acc, seq = accumulator(q.dtype), q.shape[-1]
     rows = q.reshape(*q.shape[:3], k_prior.shape[3], -1, seq)
-    slot = jnp.arange(k_prior.shape[4])
+    slot = jnp.arange(k_prior.shape[4], dtype=lengths.dtype)
     causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)
     filled = lax.collapse(lengths, 0, 2)[:, None, None, None, None]
     parts: list[tuple[Any, Any, Any]] = [(k_prior, v_prior, slot < filled)]
