@@ -26,6 +26,7 @@ from neuronjax.kernels.attention.blocks import (
     pad_rows,
     prepare_mask,
     product,
+    rows_first,
     unblock,
     unseen,
     visit,
@@ -94,9 +95,9 @@ def attention_bwd(
     finds the ties is skipped, and without `d_out` so are its products.
     """
     plan = make_plan(is_causal, q.shape[-2 if tp_q else -1], v.shape[-2], block)
-    q, k, out = q if tp_q else q.mT, k if tp_k else k.mT, out.mT if tp_out else out
+    q, k, out = rows_first(q, tp_q), rows_first(k, tp_k), rows_first(out, not tp_out)
     if d_out is not None:
-        d_out = (d_out.mT if tp_out else d_out).astype(q.dtype)
+        d_out = rows_first(d_out.astype(q.dtype), not tp_out)
     acc = accumulator(q.dtype)
     shift, tie = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
     # A padded row weighs nothing: its weight is far below any exponent's range.

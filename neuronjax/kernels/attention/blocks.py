@@ -56,6 +56,17 @@ def unseen(dtype: jnp.dtype) -> float:
     return float(jnp.finfo(dtype).min) / 4
 
 
+def rows_first(x: jax.Array, is_laid_so: bool) -> jax.Array:
+    """`x` as `[heads, seq, width]`, from `[heads, width, seq]` unless it is laid so.
+
+    A transposed 16-bit factor is written out: jax 0.12 on a CPU folds the transpose
+    into the product, and then has no kernel for it when the program runs.
+    """
+    if is_laid_so:
+        return x
+    return lax.optimization_barrier(x.mT) if x.dtype.itemsize == 2 else x.mT
+
+
 def pad_rows(x: jax.Array, block: int, axis: int = -2) -> jax.Array:
     """Fills `axis` with zeros up to a whole number of blocks."""
     fill = -x.shape[axis] % block

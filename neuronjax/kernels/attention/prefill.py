@@ -20,6 +20,7 @@ from neuronjax.kernels.attention.blocks import (
     pad_rows,
     prepare_mask,
     product,
+    rows_first,
     unblock,
     unseen,
     visit,
@@ -69,8 +70,7 @@ def attention_fwd(
     can be transposed; blocks that nobody sees then cost as much as others.
     """
     plan = make_plan("Causal" in name, q.shape[-2 if tp_q else -1], v.shape[-2], block)
-    q = q if tp_q else q.mT
-    k = k if tp_k else k.mT
+    q, k = rows_first(q, tp_q), rows_first(k, tp_k)
     num_kv_heads, acc = k.shape[0], accumulator(q.dtype)
     q = pad_rows(grouped(q, num_kv_heads), plan.q_block)
     k, v = (pad_rows(x[:, : plan.kv_seq], plan.kv_block) for x in (k, v))
