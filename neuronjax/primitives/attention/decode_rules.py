@@ -141,7 +141,11 @@ def _tiles() -> dict[str, MemrefTile]:
 
 def _on_their_axes(call: SimpleNamespace) -> bool:
     tiles = {name: getattr(call, name) for name in AXES}
-    return all(t is None or t.axis == AXES[name] for name, t in tiles.items())
+    # A tensor among tiles is another rule's matter.
+    return all(
+        not isinstance(t, MemrefTile) or t.axis == AXES[name]
+        for name, t in tiles.items()
+    )
 
 
 RULES = (
