@@ -32,8 +32,8 @@ def mlp_specs(batch: str | None, tensor: str | None) -> dict[str, P]:
         A partition spec for every tensor; the result lies as `hidden_tensor`.
 
     Example:
-        >>> mlp_specs("data", "tensor")["down_proj_weights_tensor"]
-        PartitionSpec('tensor', None)
+        >>> tuple(mlp_specs("data", "tensor")["down_proj_weights_tensor"])
+        ('tensor', None)
     """
     columns, rows = P(None, tensor), P(tensor, None)
     return dict(
