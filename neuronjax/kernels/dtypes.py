@@ -17,6 +17,15 @@ def promoted(*dtypes: DTypeLike) -> jnp.dtype:
         return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
 
 
+def is_differentiable(dtype: DTypeLike) -> bool:
+    """Whether a value of `dtype` can have a derivative: a float of two bytes or more.
+
+    The derivative of an fp8 value would be fp8 itself, which cannot hold one: quantized
+    values are constants.
+    """
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
+
+
 def accumulator(*dtypes: DTypeLike) -> jnp.dtype:
     """The dtype of sums over `dtypes`: float32, or float64 where one of them is."""
     return promoted(jnp.float32, *dtypes)

@@ -18,10 +18,21 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from neuronjax.context import settings
+from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.kernels.shard_common import uniform
 from neuronjax.primitives import registry
 from neuronjax.primitives.contracts import FOREIGN_NAME
 
+# The transformations that a family without derivatives refuses.
+DERIVATIVES = (
+    "grad",
+    "jvp",
+    "hvp",
+    "grad of grad",
+    "vmap of grad",
+    "grad of vmap",
+    "remat",
+)
 Outputs = tuple[str, ...] | Callable[..., tuple[str, ...]]
 
 
@@ -77,6 +88,9 @@ class MacroFamily:
         variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
             forms.
         refuses: transformation -> why this family refuses it.
+        no_derivative: why its outputs have no derivative; differentiating refuses so.
+
+    Quantized operands (integers and fp8) are constants: they have no derivative.
     """
 
     def __init__(
@@ -93,12 +107,16 @@ class MacroFamily:
         guard: Sequence[str] = (),
         variants: Sequence[str] = (),
         refuses: Mapping[str, str] | None = None,
+        no_derivative: str | None = None,
     ):
         self.family, self.names, self.guard = family, tuple(names), guard or names
         self.leaf, self.static, self.plain = leaf, static or leaf, plain
         self.outputs, self.backward = outputs, backward
         self.example, self.variants = example, tuple(variants)
         self.refuses = dict(refuses or {})
+        self.no_derivative = no_derivative
+        if no_derivative is not None:
+            self.refuses |= dict.fromkeys(DERIVATIVES, no_derivative)
         self._fun = functools.cache(self._build_fun)
         self._tangent_fun = functools.cache(self._build_tangent_fun)
         self.macro_p = Primitive(family)
@@ -198,12 +216,20 @@ class MacroFamily:
         return outs, [0 if mapped else None] * len(outs)
 
     def _jvp(self, primals, tangents, *, axes, **params):
+        if self.no_derivative is not None:
+            raise NotImplementedError(f"{params['name']}: {self.no_derivative}")
         outs = self.macro_p.bind(*primals, axes=axes, **params)
         # Named before the tangent takes them: named any later, remat would run the
         # forward macro again.
         names = self.output_names(dict(params["config"]))
         outs = [checkpoint_name(out, n) for out, n in zip(outs, names, strict=True)]
-        wrt = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+        wrt = tuple(
+            i
+            for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
+            if _is_float(x) and not isinstance(t, ad.Zero)
+        )
+        if not wrt:
+            return outs, list(map(_zero, outs))
         axes = tuple(
             ((*dims, *[0] * len(outs), *[dims[i] for i in wrt]), axis)
             for dims, axis in axes
@@ -276,7 +302,7 @@ class MacroFamily:
 
 
 def _is_float(x) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return is_differentiable(x.dtype)
 
 
 def _zero(x) -> ad.Zero:
