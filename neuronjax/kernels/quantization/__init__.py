@@ -1,0 +1,1 @@
+"""fp8 values, their scales, and products with them."""
