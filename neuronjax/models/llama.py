@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from neuronjax.models.cache import Cache
 from neuronjax.models.config import LlamaConfig
 from neuronjax.models.generation import generate
+from neuronjax.models.stacking import stack_layers, unstack_layers
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.norm import RMSNorm
 from neuronjax.nn.parameter import at_dtype, parameter
@@ -153,6 +154,24 @@ class Llama(nnx.Module):
             eos_ids=self.config.eos_ids if eos_ids is None else eos_ids,
             stream=stream,
         )
+
+    def stacked(self) -> "Llama":
+        """The same model with its layers stacked, to scan over; shares the rest."""
+        if self.scan_layers:
+            return self
+        return self._with(stack_layers(self.layers), scan_layers=True)
+
+    def unstacked(self) -> "Llama":
+        """The same model with a list of layers; shares the rest."""
+        if not self.scan_layers:
+            return self
+        layers = unstack_layers(self.layers, self.config.num_layers)
+        return self._with(nnx.List(layers), scan_layers=False)
+
+    def _with(self, layers, *, scan_layers: bool) -> "Llama":
+        copy = nnx.merge(*nnx.split(self))
+        copy.layers, copy.scan_layers = layers, scan_layers
+        return copy
 
     def _embed(self, tokens, start):
         """The embedded tokens, and the rotary tables of their positions."""

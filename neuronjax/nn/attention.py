@@ -80,7 +80,7 @@ class Attention(nnx.Module):
         scale = self.head_dim**-0.5
         out = attention_cte(*fold, scale=scale, tp_k=True, tp_out=True)
         out = out.reshape(x.shape[0], self.num_heads, self.head_dim, x.shape[1])
-        return output_projection_cte(out, at_dtype(self.out, self.dtype)), key, value
+        return self._out(out), key, value
 
     def decode(
         self,
@@ -103,18 +103,13 @@ class Attention(nnx.Module):
             cache.value,
             lengths=lengths,
         )
-        out = output_projection_cte(out, at_dtype(self.out, self.dtype))
-        return out, cache.write(key, value, lengths)
+        return self._out(out), cache.write(key, value, lengths)
 
     def _heads(self, x, cos, sin):
         """Query, key and value, each `[batch, heads, seq, head_dim]`."""
         x = x if self.dtype is None else x.astype(self.dtype)
         gamma = None if self.norm is None else at_dtype(self.norm, self.dtype)[None]
-        fused = qkv(
-            x,
-            at_dtype(self.qkv, self.dtype),
-            fused_norm_type="NO_NORM" if gamma is None else "RMS_NORM",
-            gamma_norm_weights=gamma,
+        options = dict(
             norm_eps=self.norm_eps,
             fused_rope=True,
             cos_cache=cos,
@@ -123,6 +118,21 @@ class Attention(nnx.Module):
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
         )
+        fused = self._project(x, gamma, options)
         heads = fused.reshape(*x.shape[:2], -1, self.head_dim)
         ends = [self.num_heads, self.num_heads + self.num_kv_heads]
         return (jnp.moveaxis(t, 2, 1) for t in jnp.split(heads, ends, 2))
+
+    def _project(self, x, gamma, options: dict[str, Any]) -> Array:
+        """The fused projection `[batch, seq, heads * head_dim]`."""
+        return qkv(
+            x,
+            at_dtype(self.qkv, self.dtype),
+            fused_norm_type="NO_NORM" if gamma is None else "RMS_NORM",
+            gamma_norm_weights=gamma,
+            **options,
+        )
+
+    def _out(self, heads: Float[Array, "batch heads head_dim seq"]) -> Array:
+        """The output projection, `[batch, seq, d_model]`."""
+        return output_projection_cte(heads, at_dtype(self.out, self.dtype))
