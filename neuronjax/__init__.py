@@ -1,5 +1,7 @@
 """NeuronJAX: the Neuron compiler's macro kernels as differentiable JAX primitives."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from neuronjax import emit as emit
 from neuronjax.context import lowering as lowering
 from neuronjax.context import plain as plain
@@ -19,6 +21,7 @@ from neuronjax.primitives.mlp import mlp as mlp
 from neuronjax.primitives.options import ActFnType as ActFnType
 from neuronjax.primitives.options import NormType as NormType
 from neuronjax.primitives.options import QuantizationType as QuantizationType
+from neuronjax.primitives.options import RouterActFnType as RouterActFnType
 from neuronjax.primitives.output_projection import (
     output_projection_cte as output_projection_cte,
 )
@@ -33,10 +36,25 @@ from neuronjax.primitives.reduce import rms_norm as rms_norm
 from neuronjax.primitives.registry import resolve_kernel_config as resolve_kernel_config
 from neuronjax.primitives.rope import RoPE as RoPE
 from neuronjax.primitives.rope import rope_hf as rope_hf
+from neuronjax.primitives.router_topk import expert_counts as expert_counts
+from neuronjax.primitives.router_topk import load_balance_loss as load_balance_loss
+from neuronjax.primitives.router_topk import router_topk as router_topk
 from neuronjax.primitives.tile import MemrefTile as MemrefTile
 from neuronjax.primitives.tile import (
     is_all_io_type_memref_tile as is_all_io_type_memref_tile,
 )
 from neuronjax.tools.trace import trace as trace
 
+if _TYPE_CHECKING:
+    from neuronjax.nn.quantization import quantize as quantize
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """`neuronjax.quantize`, found when asked for: it needs Flax, the rest does not."""
+    if name != "quantize":
+        raise AttributeError(f"module 'neuronjax' has no attribute {name!r}")
+    from neuronjax.nn.quantization import quantize
+
+    return quantize

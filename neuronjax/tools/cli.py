@@ -2,8 +2,9 @@
 
 import contextlib
 import enum
+import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -30,6 +31,17 @@ class Dtype(enum.StrEnum):
 _Model = Annotated[
     str, typer.Argument(help="smollm2, a .gguf file, a folder, or a hub id (org/name)")
 ]
+
+
+class Quant(enum.StrEnum):
+    """Modes in which a model's projections can be quantized."""
+
+    row_fp8 = "row-fp8"
+    static_fp8 = "static-fp8"
+    mxfp8 = "mxfp8"
+    mxfp4 = "mxfp4"
+
+
 _DtypeOption = Annotated[Dtype, typer.Option(help="dtype of weights and arithmetic")]
 
 
@@ -50,6 +62,9 @@ def run(
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     dtype: _DtypeOption = Dtype.float32,
     devices: Annotated[int, typer.Option(min=1, help="split over this many")] = 1,
+    quant: Annotated[
+        Quant | None, typer.Option(help="quantize the projections first")
+    ] = None,
 ) -> None:
     """Continues PROMPT with MODEL; the text streams to standard output."""
     with _one_line_errors():
@@ -58,15 +73,18 @@ def run(
 
         # One compiled layer instead of thirty: the first word comes in a third of
         # the time, and the later ones as fast.
-        loaded = load_pretrained(model, dtype=dtype.value, scan_layers=True)
+        loaded = load_pretrained(model, dtype=dtype.value, scan_layers=quant is None)
+        decoder = loaded.model
+        if quant is not None:
+            decoder = _quantized(loaded, quant.value)
         if devices > 1:
-            _spread(loaded.model, devices)
+            _spread(decoder, devices)
         if chat:
             ids = loaded.tokenizer.encode_chat([{"role": "user", "content": prompt}])
         else:
             ids = loaded.tokenizer.encode(prompt)
         with _Speech(loaded.tokenizer, len(ids)) as speech:
-            loaded.model.generate(
+            decoder.generate(
                 [ids],
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -101,6 +119,57 @@ def trace(
         console = Console() if Console().is_terminal else Console(width=200)
         for title, table in tables.items():
             console.print(f"[bold]{title}[/bold]", table)
+
+
+@app.command("eval")
+def evaluate(
+    model: _Model,
+    text: Annotated[
+        pathlib.Path | None,
+        typer.Argument(help="a text file; without one, Python's own documentation"),
+    ] = None,
+    forms: Annotated[
+        str, typer.Option("--quant", help="float32, bfloat16, modes, or all; by commas")
+    ] = "all",
+    window: Annotated[int, typer.Option(min=1, help="tokens a window")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="score only this many tokens")
+    ] = None,
+) -> None:
+    """Reports the perplexity of TEXT under MODEL, in float32 and quantized."""
+    with _one_line_errors():
+        from neuronjax.tools import evaluate as evaluation
+        from neuronjax.tools.text import standard_library_text
+
+        names = _forms(forms, evaluation.FORMS)
+        words = standard_library_text() if text is None else text.read_text("utf-8")
+        with evaluation.progress(_stderr) as start:
+            rows = evaluation.evaluate(
+                model, words, forms=names, window=window, limit=tokens, start=start
+            )
+        Console(width=None if Console().is_terminal else 100).print(
+            evaluation.table(rows, window)
+        )
+
+
+def _forms(given: str, known: Sequence[str]) -> list[str]:
+    """The forms to score: float32 is always there, to compare with."""
+    names = list(known) if given == "all" else given.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"--quant: expected names from {', '.join(known)}, or all, "
+            f"got {', '.join(unknown)}"
+        )
+    return list(dict.fromkeys(["float32", *names]))
+
+
+def _quantized(loaded, mode: str):
+    """The model in one quantized mode, its layers stacked."""
+    from neuronjax.tools.evaluate import calibration_tokens, quantized
+
+    tokens = calibration_tokens(loaded.tokenizer)
+    return quantized(loaded.model, mode, tokens).stacked()
 
 
 class _Speech:
