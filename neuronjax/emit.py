@@ -29,6 +29,9 @@ from neuronjax.primitives.reduce import (
 )
 from neuronjax.primitives.registry import CATALOG, resolve_family
 from neuronjax.primitives.rope import rope_kernel as rope_kernel
+from neuronjax.primitives.router_topk.macro import (
+    router_topk_kernel as router_topk_kernel,
+)
 
 
 def __getattr__(attribute: str):

@@ -89,7 +89,7 @@ TABLE = [
     *_whole(QUANTIZED, "quantize_to_mx", "quantize_mx_golden", "mx_matmul"),
     *_whole(QUANTIZED, "gate_up_proj_mx", "down_proj_mx"),
     *_whole(QUANTIZED, "mxfp_load_performance_wrapper"),
-    *_whole(ROUTING, "router_topk", "topk", "cumsum", "indexed_flatten"),
+    *_whole(ROUTING, "topk", "cumsum", "indexed_flatten"),
     *_whole(ROUTING, "find_nonzero_indices", "find_nonzero_indices_with_count"),
     *_whole(ROUTING, "dynamic_elementwise_add"),
     *_whole(EXPERTS, "moe_cte", "blockwise_mm_baseline_shard_hidden"),

@@ -25,6 +25,13 @@ class NormType(enum.Enum):
     RMS_NORM_SKIP_GAMMA = 3
 
 
+class RouterActFnType(enum.Enum):
+    """What turns a router's logits into affinities."""
+
+    SIGMOID = 0
+    SOFTMAX = 1
+
+
 class QuantizationType(enum.Enum):
     """How weights and activations are quantized."""
 

@@ -128,6 +128,8 @@ _SOURCE = [
     Entry("OutputProjectionBwd", "output_projection", "generic"),
     Entry("RoPEBwd", "RoPE", "generic"),
     Entry("NeuronReduceMacroBwd", "reduce", "generic"),
+    Entry("RouterTopKBwd", "router_topk", "generic"),
+    Entry("CumSumBwd", "cumsum", "generic"),
     Entry("BlockwiseMMBwd", "blockwise_mm", "generic"),
     Entry("Conv1DBwd", "conv", "generic"),
     Entry("DepthwiseConv1DBwd", "conv", "generic"),

@@ -8,7 +8,13 @@ that only places buffers is dropped here. Gradients are taken by the test.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 ADAPTERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {}
+
+# What "equal" means where it is not element by element: `compare(name, got, wanted,
+# case)` gets all outputs by name.
+COMPARISONS: dict[str, Callable[[str, dict, dict, dict], None]] = {}
 
 
 def adapter(function: str):
@@ -19,6 +25,31 @@ def adapter(function: str):
         return call
 
     return enter
+
+
+def comparison(function: str):
+    """Enters how the outputs of a public function are compared."""
+
+    def enter(compare):
+        COMPARISONS[function] = compare
+        return compare
+
+    return enter
+
+
+def within(name, got, wanted, case):
+    """Every element within the case's tolerance, in its metric."""
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    assert got.shape == wanted.shape, (name, got.shape, wanted.shape)
+    rtol, atol = case["tolerance"]["rtol"], case["tolerance"]["atol"]
+    scale = np.where(np.isfinite(wanted), np.abs(wanted), 0)
+    if "max-normalised" in (case.get("metric") or ""):
+        scale = scale.max(initial=0)
+    same = got == wanted  # infinities among them
+    difference = np.abs(np.where(same, 0, got) - np.where(same, 0, wanted))
+    assert (difference <= atol + rtol * scale).all(), (
+        f"{name}: worst error {difference.max()}"
+    )
 
 
 def take(options: dict[str, Any], **renamed: str) -> dict[str, Any]:
