@@ -177,6 +177,31 @@ def test_trace_needs_no_weights(folder, tmp_path):
     assert "BackwardsAttention" in result.stdout
 
 
+@pytest.mark.parametrize("quant", ["row-fp8", "static-fp8", "mxfp8", "mxfp4"])
+def test_a_quantized_model_speaks(folder, quant):
+    result = invoke("run", folder, "the cat", "--max-tokens", 4, "--quant", quant)
+    assert result.exit_code == 0, result.output
+    assert "answer 4 tokens" in result.stderr
+
+
+def test_eval_reports_each_form_beside_float32(folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat " * 8)
+    arguments = "--quant", "row-fp8", "--window", 16, "--tokens", 40
+    result = invoke("eval", folder, text, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "Perplexity of 39 tokens in windows of 16" in result.stdout
+    rows = re.findall(r"│ ([\w-]+) +│ +([\d.]+) │ +([\d.]+) │", result.stdout)
+    assert [name for name, *_ in rows] == ["float32", "row-fp8"]
+    assert float(rows[1][1]) == pytest.approx(float(rows[0][1]), rel=0.2)
+
+
+def test_eval_refuses_an_unknown_form(folder):
+    result = invoke("eval", folder, "--quant", "int3")
+    assert result.exit_code == 2
+    assert "expected names from float32, bfloat16, row-fp8" in result.stderr
+
+
 def test_help_names_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0
