@@ -13,7 +13,7 @@ from benchmarks.harness import Result, drive
 from benchmarks.report import case_table, write
 from benchmarks.workload import Workload
 
-WORKLOADS = ("attention", "decode_attention", "swiglu", "decode_step")
+WORKLOADS = ("attention", "decode_attention", "swiglu", "decode_step", "quantized_step")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 

@@ -230,8 +230,13 @@ def _torch_step(case: Case, layers, table, k_cache, v_cache):
     return logits
 
 
-def _neuronjax(*, scan: bool) -> Callable[[Case], Work]:
-    """`models.Llama.decode`, the cache donated, its length kept for every step."""
+def neuronjax_step(
+    *, scan: bool, dtype: str = "float32", mode: str | None = None
+) -> Callable[[Case], Work]:
+    """`models.Llama.decode`, the cache donated, its length kept for every step.
+
+    `mode` is one of `neuronjax.quantize`.
+    """
 
     def build(case: Case) -> Work:
         import jax
@@ -240,7 +245,12 @@ def _neuronjax(*, scan: bool) -> Callable[[Case], Work]:
 
         from neuronjax.models.cache import Cache
 
-        model, layers = _llama(case, scan=scan)
+        model, layers = _llama(case, dtype)
+        if mode is not None:
+            model = _quantized(model, mode)
+        if scan:
+            model = model.stacked()
+            layers = jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
         graph, state = nnx.split(model)
         lengths = jnp.array([case["context"] - 1], jnp.int32)
         token = jnp.array([[7]], jnp.int32)
@@ -252,6 +262,7 @@ def _neuronjax(*, scan: bool) -> Callable[[Case], Work]:
 
         jitted = jax.jit(step, donate_argnums=2)
         compiled, facts = jax_compile(jitted, state, lengths, layers)
+        facts["stored_mb"] = sum(x.nbytes for x in jax.tree.leaves(state)) / 1e6
         held = [layers]
 
         def run():
@@ -264,9 +275,18 @@ def _neuronjax(*, scan: bool) -> Callable[[Case], Work]:
     return build
 
 
-def _llama(case: Case, *, scan: bool) -> tuple[Any, Any]:
-    """The model with the same weights, and its cache's layers."""
-    import jax
+def _quantized(model: Any, mode: str) -> Any:
+    import jax.numpy as jnp
+
+    import neuronjax
+
+    static = mode == "static-fp8"
+    tokens = jnp.arange(256, dtype=jnp.int32)[None]
+    return neuronjax.quantize(model, mode, calibration=[tokens] if static else None)
+
+
+def _llama(case: Case, dtype: str) -> tuple[Any, Any]:
+    """The model with the same weights, its layers a list, and their caches."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -290,14 +310,12 @@ def _llama(case: Case, *, scan: bool) -> tuple[Any, Any]:
         tensors |= {f"{prefix}{HF_NAMES[n]}.weight": w[i] for n, w in weights.items()}
         tensors[f"{prefix}input_layernorm.weight"] = ones
         tensors[f"{prefix}post_attention_layernorm.weight"] = ones
-    model = load_llama(config, tensors, np.float32, scan_layers=scan)
-    stacked = LayerCache(
-        jnp.array(k_cache[:, None].swapaxes(3, 4)), jnp.array(v_cache[:, None])
+    model = load_llama(config, tensors, dtype)
+    keys, values = k_cache[:, None].swapaxes(3, 4), v_cache[:, None]
+    rows = range(case["layers"])
+    return model, tuple(
+        LayerCache(jnp.array(keys[i], dtype), jnp.array(values[i], dtype)) for i in rows
     )
-    if scan:
-        return model, stacked
-    layers = range(case["layers"])
-    return model, tuple(jax.tree.map(lambda x, i=i: x[i] + 0, stacked) for i in layers)
 
 
 WORKLOAD = Workload(
@@ -308,8 +326,8 @@ WORKLOAD = Workload(
         "torch_eager": Side(_torch, "torch"),
         "jnp_scan": Side(_jnp(_jnp_scan, stacked=True)),
         "jnp_unrolled": Side(_jnp(_jnp_unrolled, stacked=False)),
-        "neuronjax_scan": Side(_neuronjax(scan=True)),
-        "neuronjax_unrolled": Side(_neuronjax(scan=False)),
+        "neuronjax_scan": Side(neuronjax_step(scan=True)),
+        "neuronjax_unrolled": Side(neuronjax_step(scan=False)),
     },
     ideal=ideal,
     targets=(
