@@ -12,9 +12,15 @@ def promoted(*dtypes: DTypeLike) -> jnp.dtype:
 
     `jnp.promote_types` obeys `jax_numpy_dtype_promotion` and refuses under `"strict"`.
     Kernels name their casts, so what the caller chose for implicit ones is no concern.
+    fp8, which it never promotes, counts as bfloat16, which holds every fp8 value.
     """
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.dtype(functools.reduce(jnp.promote_types, dtypes))
+        return jnp.dtype(functools.reduce(jnp.promote_types, map(_no_fp8, dtypes)))
+
+
+def _no_fp8(dtype: DTypeLike) -> jnp.dtype:
+    is_fp8 = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    return jnp.dtype(jnp.bfloat16 if is_fp8 else dtype)
 
 
 def is_differentiable(dtype: DTypeLike) -> bool:

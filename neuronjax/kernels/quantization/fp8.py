@@ -9,7 +9,7 @@ clip.
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from neuronjax.kernels.dtypes import accumulator
 
@@ -35,7 +35,7 @@ def largest(dtype: DTypeLike) -> float:
 
 def saturate(
     x: Float[Array, "..."], dtype: DTypeLike = E4M3, *, limit: float | None = None
-) -> Float[Array, "..."]:
+) -> Shaped[Array, "..."]:
     """Returns `x` in `dtype`, clipped to `+-limit` first; NaN stays NaN.
 
     Rounds to nearest, ties to even. `limit` is the type's largest value by default.
@@ -66,7 +66,7 @@ def quantize_rows(
     limit: float = 240.0,
     floor: float = FLOOR,
     bound: float = 0.0,
-) -> tuple[Float[Array, "*rows d"], Float[Array, "*rows 1"]]:
+) -> tuple[Shaped[Array, "*rows d"], Float[Array, "*rows 1"]]:
     """Returns codes in `dtype` and the scale of each row: `x ~ codes * scale`.
 
     With a positive `bound` magnitudes are clipped to it first.
@@ -80,8 +80,8 @@ def quantize_rows(
 
 
 def pack_rows(
-    codes: Float[Array, "*rows d"], scale: Float[Array, "*rows 1"]
-) -> Float[Array, "*rows d_packed"]:
+    codes: Shaped[Array, "*rows d"], scale: Float[Array, "*rows 1"]
+) -> Shaped[Array, "*rows d_packed"]:
     """Returns `[..., H + 4]`: the codes, then the bytes of the row's float32 scale.
 
     The bytes are little-endian and stand there as codes: only `unpack_rows` may read
@@ -93,8 +93,8 @@ def pack_rows(
 
 
 def unpack_rows(
-    packed: Float[Array, "*rows d_packed"],
-) -> tuple[Float[Array, "*rows d"], Float[Array, "*rows 1"]]:
+    packed: Shaped[Array, "*rows d_packed"],
+) -> tuple[Shaped[Array, "*rows d"], Float[Array, "*rows 1"]]:
     """Returns the codes and the float32 scales that `pack_rows` was given."""
     codes, tail = jnp.split(packed, [packed.shape[-1] - SCALE_BYTES], axis=-1)
     raw = lax.bitcast_convert_type(tail, jnp.uint8)
