@@ -10,7 +10,7 @@ A padding token (False in `token_mask`) has logits and affinities 0, names exper
 which no array of experts has, and has no gradient.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,24 @@ Rows = Float[Array, "tokens num_experts"]
 Chosen = Bool[Array, "tokens num_experts"]
 
 
+class Rule(NamedTuple):
+    """How affinities follow from logits: what the public options say."""
+
+    act: str
+    pre_norm: bool
+    norm_topk: bool
+
+    @property
+    def dense(self) -> bool:
+        """Whether experts that are not chosen have an affinity too."""
+        return self.pre_norm and not self.norm_topk
+
+
 def _product(spec: str, a: jax.Array, b: jax.Array, acc: Any) -> jax.Array:
     if not spec.startswith("th"):
         # jax 0.12 cannot multiply mapped 16-bit factors whose first axis is summed.
         a, b = a.astype(acc), b.astype(acc)
     return jnp.einsum(spec, a, b, preferred_element_type=acc)
-
-
-def _flat(x: jax.Array | None) -> jax.Array | None:
-    return None if x is None else x.reshape(-1)
 
 
 def _columns(x: jax.Array, is_tiled: bool) -> jax.Array:
@@ -54,7 +63,7 @@ def router_logits(x: Operand, w: Operand, w_bias: Operand | None, form: str) -> 
     """Returns `x @ w + w_bias`, accumulated in float32, or float64 where one is."""
     acc = accumulator(x.dtype, w.dtype)
     logits = _product(f"{','.join(FORMS[form])}->te", x, w, acc)
-    return logits if w_bias is None else logits + _flat(w_bias).astype(acc)
+    return logits if w_bias is None else logits + w_bias.reshape(-1).astype(acc)
 
 
 def activate(logits: Rows, act: str) -> Rows:
@@ -86,7 +95,7 @@ def select_experts(
     """The experts of each token, best first, the lowest index first among equals."""
     keys = logits
     if selection_bias is not None:
-        keys = activate(logits, act) + _flat(selection_bias).astype(logits.dtype)
+        keys = activate(logits, act) + selection_bias.reshape(-1).astype(logits.dtype)
     return top_k_indices(keys, k)
 
 
@@ -131,19 +140,17 @@ def _scatter(columns: jax.Array, index: jax.Array, num_experts: int) -> jax.Arra
     return sum(parts[1:], parts[0])
 
 
-def affinities_of(
-    logits: Rows, chosen: Chosen, *, act: str, pre_norm: bool, norm_topk: bool
-) -> Rows:
+def affinities_of(logits: Rows, chosen: Chosen, rule: Rule) -> Rows:
     """The weight of each expert; 0 for one not chosen, but for the dense form.
 
     The L1 norm of chosen scores is a softmax of their logarithms: `s_e / sum s =
     softmax(log s)_e`. So written, scores that underflow do not divide 0 by 0.
     """
-    if pre_norm and not norm_topk:
-        return activate(logits, act)  # dense: of all experts, chosen or not
-    if act == "SOFTMAX":
+    if rule.dense:
+        return activate(logits, rule.act)
+    if rule.act == "SOFTMAX":
         return softmax(logits, chosen)
-    if norm_topk:
+    if rule.norm_topk:
         return softmax(jax.nn.log_sigmoid(logits), chosen)
     return jnp.where(chosen, jax.nn.sigmoid(logits), 0)
 
@@ -172,54 +179,43 @@ def router_topk_fwd(
     logits = router_logits(x, w, w_bias, form)
     index = select_experts(logits, selection_bias, k=k, act=act)
     chosen = chosen_experts(index, logits.shape[1])
-    rule = dict(act=act, pre_norm=pre_norm, norm_topk=norm_topk)
-    affinities = affinities_of(logits, chosen, **rule)
+    affinities = affinities_of(logits, chosen, Rule(act, pre_norm, norm_topk))
     if token_mask is not None:
-        keep = _flat(token_mask)[:, None]
+        keep = token_mask.reshape(-1)[:, None]
         logits, affinities = (jnp.where(keep, z, 0) for z in (logits, affinities))
         index = jnp.where(keep, index, jnp.int32(logits.shape[1]))
     outs = logits, index, affinities, _gather(affinities, index)
     return tuple(_columns(out, is_tiled) for out in outs)
 
 
-def _d_affinities(
-    logits: Rows,
-    chosen: Chosen,
-    g: Rows,
-    *,
-    act: str,
-    pre_norm: bool,
-    norm_topk: bool,
-) -> Rows:
+def _d_affinities(logits: Rows, chosen: Chosen, g: Rows, rule: Rule) -> Rows:
     """The cotangent of the logits, given `g`, that of the affinities."""
-    rule = dict(act=act, pre_norm=pre_norm, norm_topk=norm_topk)
-    a = affinities_of(logits, chosen, **rule)
-    if norm_topk or not pre_norm:  # what is not chosen does not count: 0 * NaN
+    a = affinities_of(logits, chosen, rule)
+    if not rule.dense:  # what is not chosen does not count: 0 * NaN
         g = jnp.where(chosen, g, 0)
-    if act == "SIGMOID" and not norm_topk:
+    if rule.act == "SIGMOID" and not rule.norm_topk:
         return a * (1 - a) * g
     d = a * (g - jnp.sum(a * g, axis=-1, keepdims=True))
-    return d * (1 - jax.nn.sigmoid(logits)) if act == "SIGMOID" else d
+    return d * (1 - jax.nn.sigmoid(logits)) if rule.act == "SIGMOID" else d
 
 
 def _d_logits(
     logits: jax.Array,
     index: jax.Array,
-    d_logits: jax.Array | None,
-    d_affinities: jax.Array | None,
-    d_topk: jax.Array | None,
+    cotangents: list[jax.Array | None],
     token_mask: jax.Array | None,
-    rule: dict[str, Any],
+    rule: Rule,
 ) -> jax.Array:
     """The whole cotangent of the logits: each output's, `[T, E]`."""
+    d_logits, d_affinities, d_topk = cotangents
     g = jnp.zeros_like(logits) if d_affinities is None else d_affinities
     if d_topk is not None:
         g = g + _scatter(d_topk, index, logits.shape[1])
-    total = _d_affinities(logits, chosen_experts(index, logits.shape[1]), g, **rule)
+    total = _d_affinities(logits, chosen_experts(index, logits.shape[1]), g, rule)
     total = total if d_logits is None else total + d_logits
     if token_mask is None:
         return total
-    return jnp.where(_flat(token_mask)[:, None], total, 0)
+    return jnp.where(token_mask.reshape(-1)[:, None], total, 0)
 
 
 def router_topk_bwd(
@@ -241,17 +237,19 @@ def router_topk_bwd(
     **settings: Any,
 ) -> tuple[jax.Array, ...]:
     """Returns the cotangents of `x`, `w` and, where it is given, `w_bias`."""
-    rows = [
-        None if z is None else z.reshape(-1, z.shape[-1])
-        for z in (logits, index, d_logits, d_affinities, d_topk)
+    cotangents = [
+        None if d is None else d.reshape(-1, d.shape[-1])
+        for d in (d_logits, d_affinities, d_topk)
     ]
-    rule = dict(act=act, pre_norm=pre_norm, norm_topk=norm_topk)
-    total = _d_logits(*rows, token_mask, rule)
+    logits, index = (z.reshape(-1, z.shape[-1]) for z in (logits, index))
+    total = _d_logits(
+        logits, index, cotangents, token_mask, Rule(act, pre_norm, norm_topk)
+    )
     acc, (xs, ws) = total.dtype, FORMS[form]
     dx = _product(f"te,{ws}->{xs}", total, w, acc).astype(x.dtype)
     kept = x.astype(acc)
     if token_mask is not None:  # what padding holds must not reach dw: 0 * NaN
-        keep = _flat(token_mask)
+        keep = token_mask.reshape(-1)
         kept = jnp.where(keep[:, None] if form == "TH" else keep, kept, 0)
     dw = contract(f"{xs},te->{ws}", kept, total, like=w).astype(w.dtype)
     if w_bias is None:

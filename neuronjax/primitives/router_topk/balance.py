@@ -16,9 +16,8 @@ from neuronjax.primitives.options import RouterActFnType, member, members
 
 
 def _facts(call: SimpleNamespace) -> dict[str, Any]:
-    logits = getattr(call, "router_logits", None)
+    logits: Any = getattr(call, "router_logits", None)
     shape = np.shape(call.expert_index)
-    experts = np.shape(logits)[-1:] if logits is not None else ()
     return dict(
         shape=shape,
         tokens=shape[0] if shape else 0,
@@ -28,7 +27,6 @@ def _facts(call: SimpleNamespace) -> dict[str, Any]:
         or (np.ndim(logits) == 2 and np.shape(logits)[:1] == shape[:1]),
         mask_shape=np.shape(call.token_mask),
         mask_dtype=getattr(call.token_mask, "dtype", None),
-        experts=experts[0] if experts else getattr(call, "num_experts", 0),
     )
 
 
