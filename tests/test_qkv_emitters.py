@@ -129,35 +129,21 @@ def test_all_violations_come_in_one_error_with_a_size_that_passes():
 
 UNBUILT = {
     "qkv": dict(
-        quantization_type="ROW",
-        qkv_w_scale=jnp.ones((1, 16)),
-        qkv_in_scale=jnp.ones((1, 1)),
-        k_cache=jnp.zeros((2, 8, 4)),
-        v_cache=jnp.zeros((2, 8, 4)),
-        k_scale=jnp.ones((128, 1)),
-        v_scale=jnp.ones((128, 1)),
-        fp8_max=240.0,
-        fp8_min=-240.0,
-        kv_dtype="float8_e4m3",
-        use_block_kv=True,
-        block_size=16,
-        slot_mapping=jnp.zeros((2, 3), jnp.int32),
+        quantization_type="MX",
         sbm=object(),
         is_h_dim_4h_transposed=True,
         weight_layout="MX_CONTIGUOUS",
-    )
+    ),
+    "qkv_cte": dict(
+        quantization_type="STATIC_MX",
+        sbm=object(),
+        is_input_swizzled=True,
+        weight_layout="MX_INTERLEAVED",
+    ),
+    "qkv_tkg": dict(sbm=object(), is_h_dim_4h_transposed=True),
+    "qkv_kernel": dict(quantization_type="MX"),
+    "qkv_fused_add_kernel": dict(quantization_type="STATIC_MX"),
 }
-
-
-UNBUILT["qkv_cte"] = {
-    k: v for k, v in UNBUILT["qkv"].items() if k != "is_h_dim_4h_transposed"
-} | dict(is_input_swizzled=True)
-
-
-UNBUILT["qkv_tkg"] = {
-    k: UNBUILT["qkv"][k]
-    for k in ("quantization_type", "qkv_w_scale", "qkv_in_scale", "sbm")
-} | dict(is_h_dim_4h_transposed=True)
 
 
 @pytest.mark.parametrize(
@@ -168,17 +154,16 @@ def test_an_option_that_is_not_built_refuses(function, option):
     value = UNBUILT[function][option]
     for weight in (jnp.zeros((6, 16)), jnp.zeros((6, 16), "float8_e4m3")):
         with pytest.raises(NotImplementedError, match=f"^{function}: {option} = .*are"):
-            getattr(neuronjax, function)(
-                jnp.zeros((2, 3, 6)), weight, **{option: value}
-            )
+            run = getattr(neuronjax, function, getattr(emit, function, None))
+            run(jnp.zeros((2, 3, 6)), weight, **{option: value})
 
 
 def test_can_reports_an_option_that_is_not_built():
     report = neuronjax.can(
-        "qkv", jnp.zeros((2, 3, 128)), jnp.zeros((128, 16)), quantization_type="ROW"
+        "qkv", jnp.zeros((2, 3, 128)), jnp.zeros((128, 16)), quantization_type="MX"
     )
     assert not report
-    assert "quantization_type = ROW is not built yet" in str(report)
+    assert "quantization_type = MX is not built yet" in str(report)
 
 
 def test_hints_change_no_value():

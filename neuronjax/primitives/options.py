@@ -120,9 +120,9 @@ def unbuilt(function: str, given: Mapping[str, object]) -> str | None:
         if name not in given:
             continue
         value = given[name]
-        if isinstance(none, enum.Enum):
-            value = member(type(none), value) or none
         nones = none if isinstance(none, tuple) else (none,)
+        if isinstance(nones[0], enum.Enum):
+            value = member(type(nones[0]), value) or nones[0]
         if not any(_is_off(value, none) for none in nones):
             return f"{function}: {name} = {_shown(value)} is not built yet; {instead}"
     return None

@@ -19,28 +19,47 @@ _AXES = (2, 0, 1, 1, 1, 2, 2, 2, 2)
 
 def qkv_plain(*operands: Array | None, name: str, is_tiled: bool, **config: Any):
     """What `qkv_fwd` and `qkv_tiled_fwd` return."""
-    o, c = _wide(operands, is_tiled), SimpleNamespace(**config)
+    o, c = wide_operands(operands, is_tiled), SimpleNamespace(**config)
+    y, x, statistics = columns_plain(o, c, wide_product_plain)
+    outs = (laid_out(y, c).astype(o.dtype), *stored_sum(x, o, c), *statistics)
+    return tuple(map(retiled, outs, out_axes(c))) if is_tiled else outs
+
+
+def columns_plain(o, c, product):
+    """The columns behind bias and rotation, the residual sum and the statistics."""
     x = o.hidden
     if c.fused_add == "prologue":
-        x = _rounded(x + o.mlp_prev + o.attn_prev, o.dtype)
+        x = rounded(x + o.mlp_prev + o.attn_prev, o.dtype)
     statistics = _statistics(x, c)
-    y = _projected(_normed(x, o, statistics), o)
-    if c.fused_rope:
-        y = _rotated(y, o.cos, o.sin, c)
-    heads = y if c.d_head is None else y.reshape(*y.shape[:2], -1, c.d_head)
-    out = y if c.layout == "BSD" else jnp.moveaxis(heads, 2, 0)
-    stored = [] if c.fused_add == "none" else [x.astype(o.dtype)]
-    outs = (out.astype(o.dtype), *stored, *statistics)
-    return tuple(map(_retiled, outs, _out_axes(c))) if is_tiled else outs
+    y = product(_normed(x, o, statistics), o)
+    y = y if o.bias is None else y + o.bias[0]
+    return (_rotated(y, o.cos, o.sin, c) if c.fused_rope else y), x, statistics
+
+
+def wide_product_plain(normed, o):
+    """The projection with an unquantized weight."""
+    return rounded(normed, o.factor) @ rounded(o.w, o.factor)
+
+
+def stored_sum(x, o, c):
+    """The residual sum where one is added."""
+    return [] if c.fused_add == "none" else [x.astype(o.dtype)]
+
+
+def laid_out(y, c):
+    """The columns in the order of the output."""
+    if c.layout == "BSD":
+        return y
+    return jnp.moveaxis(y.reshape(*y.shape[:2], -1, c.d_head), 2, 0)
 
 
 def qkv_bwd_plain(*args: Array | None, name: str, is_tiled: bool, **config: Any):
     """What `qkv_bwd` returns, from the same stored statistics and residual sum."""
     c, rest = SimpleNamespace(**config), args[9:]
-    o, outs, cotangents = _wide(args[:9], is_tiled), *_halves(rest)
+    o, outs, cotangents = wide_operands(args[:9], is_tiled), *_halves(rest)
     if is_tiled:
         outs, cotangents = (
-            tuple(map(_untiled, ys, _out_axes(c))) for ys in (outs, cotangents)
+            tuple(map(untiled, ys, out_axes(c))) for ys in (outs, cotangents)
         )
     seeds = [
         jnp.zeros(y.shape, o.acc) if ct is None else ct.astype(o.acc)
@@ -54,17 +73,18 @@ def qkv_bwd_plain(*args: Array | None, name: str, is_tiled: bool, **config: Any)
     if c.layout == "NBSd":
         dy = jnp.moveaxis(dy, 0, 2).reshape(*x.shape[:2], -1)
     if c.fused_rope:
-        y = _projected(normed, o)
+        y = wide_product_plain(normed, o)
+        y = y if o.bias is None else y + o.bias[0]
         dy, dcos, dsin = _rotated_bwd(y, dy, o.cos, o.sin, c)
-    d_normed = _rounded(dy, o.factor) @ _rounded(o.w, o.factor).T
-    dw = jnp.einsum("bsh,bsi->hi", _rounded(normed, o.factor), _rounded(dy, o.factor))
+    d_normed = rounded(dy, o.factor) @ rounded(o.w, o.factor).T
+    dw = jnp.einsum("bsh,bsi->hi", rounded(normed, o.factor), rounded(dy, o.factor))
     dx = _norm_bwd(d_normed, d_statistics, x, o, statistics, c)
     dx = dx + seeds[1] if summed else dx
     dgamma = (d_normed * _normed(x, None, statistics)).sum((0, 1))[None]
     dbeta, dbias = d_normed.sum((0, 1))[None], dy.sum((0, 1))[None]
     grads = (dx, dw, dgamma, dbeta, dbias, dx, dx, dcos, dsin)
     grads = [
-        None if operand is None else _retiled(g, axis) if is_tiled else g
+        None if operand is None else retiled(g, axis) if is_tiled else g
         for operand, g, axis in zip(args[:9], grads, _AXES, strict=True)
     ]
     return tuple(
@@ -77,19 +97,21 @@ def _halves(args):
     return args[: len(args) // 2], args[len(args) // 2 :]
 
 
-def _wide(operands, is_tiled):
+def wide_operands(operands, is_tiled):
     """The operands by name, whole, in the dtype of all sums."""
     hidden, w, *_ = operands
-    factor = promoted(hidden.dtype, w.dtype)
+    fp8 = w.dtype.itemsize == 1
+    factor = hidden.dtype if fp8 else promoted(hidden.dtype, w.dtype)
     acc = accumulator(factor)
     if is_tiled:
-        operands = map(_untiled, operands, _AXES)
+        operands = map(untiled, operands, _AXES)
     wide = [None if x is None else x.astype(acc) for x in operands]
     named = dict(zip(_OPERANDS, wide, strict=True))
     return SimpleNamespace(**named, dtype=hidden.dtype, factor=factor, acc=acc)
 
 
-def _rounded(x, dtype):
+def rounded(x, dtype):
+    """`x` rounded to `dtype`, in its own dtype."""
     return x.astype(dtype).astype(x.dtype)
 
 
@@ -114,11 +136,6 @@ def _normed(x, o, statistics):
         return x
     x = x if o.gamma is None else x * o.gamma[0]
     return x if o.beta is None else x + o.beta[0]
-
-
-def _projected(normed, o):
-    y = _rounded(normed, o.factor) @ _rounded(o.w, o.factor)
-    return y if o.bias is None else y + o.bias[0]
 
 
 def _norm_bwd(d_normed, d_statistics, x, o, statistics, c):
@@ -162,20 +179,22 @@ def _rotated_bwd(y, dz, cos, sin, c):
     return jnp.where(rotated, back, d_heads).reshape(y.shape), dcos, dsin
 
 
-def _out_axes(c):
+def out_axes(c):
     """The axis of each output that a tile lays on the partitions."""
     out = 2 if c.layout == "BSD" else 3
     stored = [2] if c.fused_add != "none" else []
     return (out, *stored, *[2] * {"none": 0, "layer": 2}.get(c.norm, 1))
 
 
-def _untiled(x, axis):
+def untiled(x, axis):
+    """The tensor that a tile holds, `axis` of it on the partitions."""
     if x is None:
         return None
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
 
 
-def _retiled(x, axis):
+def retiled(x, axis):
+    """The inverse of `untiled`."""
     rows = jnp.moveaxis(x, axis, 0)
     partitions = min(rows.shape[0], PARTITIONS)
     return rows.reshape(partitions, -1, *rows.shape[1:])

@@ -5,9 +5,10 @@ LayerNorm: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450, equation
 Rotary embedding: Su et al. 2021, https://arxiv.org/abs/2104.09864, equation 34.
 
 The columns of the weight are all query heads, then key heads, then value heads. One
-text serves whole tensors and tiles: a `_Form` says where the axes lie.
+text serves whole tensors and tiles: a `Form` says where the axes lie.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,13 +19,27 @@ from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.feature import LAST, TILE, per_feature, sum_rows
 from neuronjax.kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
 from neuronjax.kernels.linear import linear_fwd
+from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
 from neuronjax.kernels.shard_common import contract, uniform
 
 PARTITIONS = 128
 
 
-class _Form(NamedTuple):
+class Product(NamedTuple):
+    """The projection itself: how normed activations meet the weight.
+
+    Attributes:
+        forward: `forward(form, normed, w)` returns the columns, wide, without bias.
+        backward: `backward(form, normed, w, dy, hidden)` returns the cotangents of
+            weight (`None` where it is a constant) and activations.
+    """
+
+    forward: Callable
+    backward: Callable
+
+
+class Form(NamedTuple):
     """Where the axes of the activations lie: `b` batch, `s` seq, `i` columns of `w`."""
 
     axes: tuple[int, ...]
@@ -35,10 +50,10 @@ class _Form(NamedTuple):
 
 
 # Activations [b, s, h], weight [h, i], projected [b, s, i], heads [b, s, n, d].
-_WHOLE = _Form(LAST, "bsi,hi->bsh", "bsh,bsi->hi", 2, 3)
+WHOLE = Form(LAST, "bsi,hi->bsh", "bsh,bsi->hi", 2, 3)
 # Activations [p, c, b, s], weight [p, c, i], projected [i, b, s],
 # heads [n, p, c, b, s].
-_TILED = _Form(TILE, "pci,ibs->pcbs", "pcbs,ibs->pci", 0, 1)
+TILED = Form(TILE, "pci,ibs->pcbs", "pcbs,ibs->pci", 0, 1)
 
 
 def qkv_fwd(
@@ -62,10 +77,8 @@ def qkv_fwd(
     and `rstd`, each `[batch, seq, 1]` in float32. Norm, bias and rotation are float32
     too; the residual sum is rounded once, to the dtype of `hidden`.
     """
-    vectors = (gamma, beta, bias)
-    return _forward(
-        _WHOLE, hidden, w, vectors, (mlp_prev, attn_prev), (cos, sin), config
-    )
+    operands = (hidden, w, gamma, beta, bias, mlp_prev, attn_prev, cos, sin)
+    return _forward(WHOLE, operands, config)
 
 
 def qkv_tiled_fwd(
@@ -87,10 +100,8 @@ def qkv_tiled_fwd(
     `out` is `[q, e, batch, seq]`, or `[r, f, num_heads, batch, seq]` for `"NBSd"`; the
     residual sum `[p, c, batch, seq]`; a statistic `[1, 1, batch, seq]`.
     """
-    vectors = (gamma, beta, bias)
-    return _forward(
-        _TILED, hidden, w, vectors, (mlp_prev, attn_prev), (cos, sin), config
-    )
+    operands = (hidden, w, gamma, beta, bias, mlp_prev, attn_prev, cos, sin)
+    return _forward(TILED, operands, config)
 
 
 def qkv_bwd(*args: Array | None, name: str, is_tiled: bool, **config: Any) -> tuple:
@@ -100,47 +111,24 @@ def qkv_bwd(*args: Array | None, name: str, is_tiled: bool, **config: Any) -> tu
     reads the stored statistics and residual sum, and never `out`: what was rotated is
     projected again, and only for the gradients of `cos` and `sin`.
     """
-    form, (operands, rest) = _TILED if is_tiled else _WHOLE, (args[:9], args[9:])
-    hidden, w, gamma, beta, bias, mlp_prev, attn_prev, cos, sin = operands
+    form, (operands, rest) = TILED if is_tiled else WHOLE, (args[:9], args[9:])
     outs, cotangents = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    summed, (dtype, acc) = config["fused_add"] != "none", _dtypes(hidden, w)
-    x, statistics = (outs[1] if summed else hidden).astype(acc), outs[1 + summed :]
-    normed = _norm_again(form, x, gamma, beta, statistics)
-    dy, dcos, dsin = _flat(form, cotangents[0], outs[0], acc, config), None, None
-    if config["fused_rope"]:
-        y = _project(form, normed, w, bias, dtype)
-        dy, dcos, dsin = _rotate_bwd(form, dy, y, cos, sin, config)
-    dw, dnormed = _products_bwd(form, normed, w, dy, hidden, dtype)
-    stored = cotangents[1 + summed :]
-    dx, dgamma, dbeta = _norm_bwd(
-        form, dnormed, x, gamma, beta, statistics, stored, config
-    )
-    if summed and cotangents[1] is not None:
-        dx = dx + cotangents[1].astype(acc)
-    dbias = None if bias is None else _bias_grad(form, dy, bias)
-    grads = (dx, dw, dgamma, dbeta, dbias, dx, dx, dcos, dsin)
-    return tuple(
-        None if operand is None else grad.astype(operand.dtype)
-        for operand, grad in zip(operands, grads, strict=True)
-    )
+    hidden, w, *_ = operands
+    dtype = factor_dtype(hidden, w)
+    dy = flat(form, cotangents[0], outs[0], accumulator(dtype), config)
+    rest = (outs[1:], cotangents[1:])
+    return columns_bwd(form, operands, rest, dy, config, wide_product(dtype))
 
 
-def _products_bwd(form, normed, w, dy, hidden, dtype):
-    """Cotangents of the two factors of the projection."""
-    w, dy = w.astype(dtype), dy.astype(dtype)
-    dw = contract(form.weight_grad, normed.astype(dtype), dy, like=w)
-    pair = (dy, w) if form is _WHOLE else (w, dy)
-    return dw, contract(form.input_grad, *pair, like=hidden.astype(dtype))
+def columns_fwd(
+    form: Form, operands: tuple, config: dict, product: Product
+) -> tuple[Array, tuple, tuple]:
+    """Returns the columns, rotated and wide, `(sum,)` or `()`, and the statistics.
 
-
-def _dtypes(hidden, w):
-    """The dtype of the products' factors, and that of everything else."""
-    dtype = promoted(hidden.dtype, w.dtype)
-    return dtype, accumulator(dtype)
-
-
-def _forward(form, hidden, w, vectors, residuals, tables, config):
-    (gamma, beta, bias), (dtype, acc) = vectors, _dtypes(hidden, w)
+    The columns are `[batch, seq, columns]`, or on tiles `[columns, batch, seq]`.
+    """
+    hidden, w, gamma, beta, bias, *residuals, cos, sin = operands
+    acc = accumulator(factor_dtype(hidden, w))
     x, stored = hidden.astype(acc), ()
     if config["fused_add"] != "none":
         for r in residuals:
@@ -148,11 +136,80 @@ def _forward(form, hidden, w, vectors, residuals, tables, config):
         stored = (x.astype(hidden.dtype),)
         x = stored[0].astype(acc)
     normed, statistics = _norm(form, x, gamma, beta, config)
-    y = _project(form, normed, w, bias, dtype)
+    y = _biased(form, product.forward(form, normed, w), bias)
     if config["fused_rope"]:
-        cos, sin = tables
         y = _rotate(form, y, cos, sin, config)
-    return (_arranged(form, y.astype(hidden.dtype), config), *stored, *statistics)
+    return y, stored, tuple(statistics)
+
+
+def columns_bwd(
+    form: Form,
+    operands: tuple,
+    rest: tuple[tuple, tuple],
+    dy: Array,
+    config: dict,
+    product: Product,
+) -> tuple:
+    """Returns the nine gradients; `rest` is sum and statistics, and their cotangents.
+
+    `dy` is the cotangent of the columns of `columns_fwd`. `None` stands for that of an
+    absent operand, and of a weight that is a constant.
+    """
+    hidden, w, gamma, beta, bias, _, _, cos, sin = operands
+    (outs, cotangents), acc, dcos, dsin = rest, dy.dtype, None, None
+    summed = config["fused_add"] != "none"
+    x, statistics = (outs[0] if summed else hidden).astype(acc), outs[summed:]
+    normed = _norm_again(form, x, gamma, beta, statistics)
+    if config["fused_rope"]:
+        y = _biased(form, product.forward(form, normed, w), bias)
+        dy, dcos, dsin = _rotate_bwd(form, dy, y, cos, sin, config)
+    dw, dnormed = product.backward(form, normed, w, dy, hidden)
+    stored = cotangents[summed:]
+    dx, dgamma, dbeta = _norm_bwd(
+        form, dnormed, x, gamma, beta, statistics, stored, config
+    )
+    if summed and cotangents[0] is not None:
+        dx = dx + cotangents[0].astype(acc)
+    dbias = None if bias is None else _bias_grad(form, dy, bias)
+    grads = (dx, dw, dgamma, dbeta, dbias, dx, dx, dcos, dsin)
+    return tuple(
+        None if operand is None or grad is None else grad.astype(operand.dtype)
+        for operand, grad in zip(operands, grads, strict=True)
+    )
+
+
+def factor_dtype(hidden: Any, w: Any) -> jnp.dtype:
+    """The dtype of the product's factors; an fp8 weight takes that of `hidden`."""
+    return hidden.dtype if is_fp8(w.dtype) else promoted(hidden.dtype, w.dtype)
+
+
+def wide_product(dtype: Any) -> Product:
+    """The product with an unquantized weight, factors rounded to `dtype`."""
+
+    def forward(form, normed, w):
+        if form is WHOLE:
+            return linear_fwd(normed, w, dtype=dtype)
+        return jnp.einsum(
+            "pci,pcbs->ibs",
+            w.astype(dtype),
+            normed.astype(dtype),
+            preferred_element_type=normed.dtype,
+        )
+
+    def backward(form, normed, w, dy, hidden):
+        w, dy = w.astype(dtype), dy.astype(dtype)
+        dw = contract(form.weight_grad, normed.astype(dtype), dy, like=w)
+        pair = (dy, w) if form is WHOLE else (w, dy)
+        return dw, contract(form.input_grad, *pair, like=hidden.astype(dtype))
+
+    return Product(forward, backward)
+
+
+def _forward(form, operands, config):
+    hidden, w, *_ = operands
+    product = wide_product(factor_dtype(hidden, w))
+    y, stored, statistics = columns_fwd(form, operands, config, product)
+    return (arranged(form, y.astype(hidden.dtype), config), *stored, *statistics)
 
 
 def _norm(form, x, gamma, beta, config):
@@ -194,26 +251,19 @@ def _norm_bwd(form, dnormed, x, gamma, beta, statistics, cotangents, config):
     return dx, dgamma, None
 
 
-def _project(form, normed, w, bias, dtype):
-    """`[batch, seq, columns]`, or on tiles `[columns, batch, seq]`."""
-    if form is _WHOLE:
-        y = linear_fwd(normed, w, dtype=dtype)
-        return y if bias is None else y + per_feature(bias, y, LAST).astype(y.dtype)
-    y = jnp.einsum(
-        "pci,pcbs->ibs",
-        w.astype(dtype),
-        normed.astype(dtype),
-        preferred_element_type=normed.dtype,
-    )
+def _biased(form, y, bias):
+    """Adds the bias to `[batch, seq, columns]`, or on tiles `[columns, batch, seq]`."""
     if bias is None:
         return y
+    if form is WHOLE:
+        return y + per_feature(bias, y, LAST).astype(y.dtype)
     chunks = _split(y, 0, bias.shape[1])
     chunks = chunks + per_feature(bias, chunks, TILE).astype(y.dtype)
     return lax.collapse(chunks, 0, 2)
 
 
 def _bias_grad(form, dy, bias):
-    if form is _TILED:
+    if form is TILED:
         dy = _split(dy, 0, bias.shape[1])
     return sum_rows(dy, bias, form.axes)
 
@@ -230,36 +280,36 @@ def _chunks(size):
 
 
 def _heads(form, y, d_head):
-    if form is _WHOLE:
+    if form is WHOLE:
         return _split(y, 2, d_head)
     return _split(_split(y, 0, d_head), 1, _chunks(d_head))
 
 
 def _merged(form, heads):
     """The inverse of `_heads`."""
-    if form is _WHOLE:
+    if form is WHOLE:
         return lax.collapse(heads, 2, 4)
     return lax.collapse(lax.collapse(heads, 1, 3), 0, 2)
 
 
-def _arranged(form, y, config):
+def arranged(form, y, config):
     """Lays projected columns out as the output."""
     if config["layout"] == "BSD":
-        return y if form is _WHOLE else _split(y, 0, _chunks(y.shape[0]))
+        return y if form is WHOLE else _split(y, 0, _chunks(y.shape[0]))
     heads = _heads(form, y, config["d_head"])
-    if form is _WHOLE:
+    if form is WHOLE:
         return heads.transpose(2, 0, 1, 3)
     return heads.transpose(1, 2, 0, 3, 4)
 
 
-def _flat(form, d_out, out, acc, config):
-    """The inverse of `_arranged`, on a cotangent, in wide precision."""
+def flat(form, d_out, out, acc, config):
+    """The inverse of `arranged`, on a cotangent, in wide precision."""
     if d_out is None:
         d_out, *_ = uniform(jnp.zeros_like(out), out)
     d_out = d_out.astype(acc)
     if config["layout"] == "BSD":
-        return d_out if form is _WHOLE else lax.collapse(d_out, 0, 2)
-    order = (1, 2, 0, 3) if form is _WHOLE else (2, 0, 1, 3, 4)
+        return d_out if form is WHOLE else lax.collapse(d_out, 0, 2)
+    order = (1, 2, 0, 3) if form is WHOLE else (2, 0, 1, 3, 4)
     return _merged(form, d_out.transpose(order))
 
 

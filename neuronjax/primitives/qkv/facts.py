@@ -12,13 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives.options import (
     NormType,
     QKVOutputLayout,
+    QuantizationType,
     member,
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
+_SCALES = dict(w_scale="qkv_w_scale", in_scale="qkv_in_scale")
+_CACHES = dict(
+    k_cache="k_cache",
+    v_cache="v_cache",
+    k_scale="k_scale",
+    v_scale="v_scale",
+    slots="slot_mapping",
+)
 _CTE = dict(
     x="input",
     w="fused_qkv_weights",
@@ -32,8 +42,9 @@ _CTE = dict(
     flag="fused_residual_add",
     norm="fused_norm_type",
     layout="output_layout",
-    quantization="quantization_type",
     eps="norm_eps",
+    **_SCALES,
+    **_CACHES,
 )
 _TKG = dict(
     x="hidden",
@@ -46,8 +57,8 @@ _TKG = dict(
     flag="fused_add",
     norm="norm_type",
     layout="output_layout",
-    quantization="quantization_type",
     eps="eps",
+    **_SCALES,
 )
 _EMITTER = dict(
     x="hidden",
@@ -60,6 +71,8 @@ _EMITTER = dict(
     norm="norm_type",
     layout="output_layout",
     eps="eps",
+    **_SCALES,
+    **_CACHES,
 )
 ARGUMENTS = {
     "qkv": _CTE,
@@ -72,10 +85,13 @@ ALL = tuple(ARGUMENTS)
 PUBLIC = ("qkv", "qkv_cte", "qkv_tkg")
 ROTATING = ("qkv", "qkv_cte", "qkv_kernel", "qkv_fused_add_kernel")
 EMITTERS = ("qkv_kernel", "qkv_fused_add_kernel")
-# The operands of the macro, and the axis that a tile of each lays on the partitions.
-OPERANDS = "x w gamma beta bias mlp_prev attn_prev cos sin".split()
+CACHING = ("qkv", "qkv_cte", *EMITTERS)
+# The operands of the macro: those of every call, and what quantization appends.
+PLAIN = "x w gamma beta bias mlp_prev attn_prev cos sin".split()
+OPERANDS = [*PLAIN, *_SCALES, *_CACHES]
+# The axis that a tile of each lays on the partitions; caches are no tiles.
 TILE_AXES: dict[str, int] = dict(
-    zip(OPERANDS, (2, 0, 1, 1, 1, 2, 2, 2, 2), strict=True)
+    zip(OPERANDS, (2, 0, 1, 1, 1, 2, 2, 2, 2, 1, 1), strict=False)
 )
 COUNTS = ("hidden_actual", "d_head", "num_q_heads", "num_kv_heads")
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
@@ -85,9 +101,13 @@ DECODE_SEQ, DECODE_TOKENS = 96, 128
 SPLIT_TOKENS = {NormType.RMS_NORM: 18, NormType.LAYER_NORM: 10}
 
 
-def is_prefill(fused_rope: bool, batch: Any, seq: Any) -> bool:
-    """The dispatch rule of `qkv`; a symbolic size takes the prefill path."""
-    if fused_rope or not (isinstance(batch, int) and isinstance(seq, int)):
+def is_prefill(fused_rope: bool, batch: Any, seq: Any, caches: bool = False) -> bool:
+    """The dispatch rule of `qkv`.
+
+    A symbolic size takes the prefill path, and so do caches: decode writes none.
+    """
+    symbolic = not (isinstance(batch, int) and isinstance(seq, int))
+    if fused_rope or caches or symbolic:
         return True
     return seq > DECODE_SEQ or batch * seq > DECODE_TOKENS
 
@@ -106,6 +126,7 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
         ranked = [len(shape[key] or ()) for key in ("x", "w")] == [3, 2]
         batch, seq, width = shape["x"] if ranked else (0, 0, 0)
         rope = operands["cos"] is not None
+        quantization = member(QuantizationType, call.quantization_type)
         found: dict[str, Any] = dict(
             arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
             shape=SimpleNamespace(**shape),
@@ -118,26 +139,64 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             flag=getattr(call, names.get("flag", ""), None),
             layout=member(QKVOutputLayout, call.output_layout),
             norm=member(NormType, getattr(call, names["norm"])),
+            quantization=quantization,
             tiled=any(isinstance(x, MemrefTile) for x in operands.values()),
-            floats=_narrow_or_integer(operands, names),
+            floats=_narrow_or_integer(operands, names, _fp8_operands(call)),
+            scale_dtypes=_other_scales(operands, names),
+            cache_dtypes=_odd_caches(operands, getattr(call, "kv_dtype", None)),
             traced=_traced(call, names["eps"]),
             off_axis=_off_axis(operands, names),
         )
         found["prefill"] = function == "qkv_cte" or (
-            function != "qkv_tkg" and is_prefill(found["rope"], batch, seq)
+            function != "qkv_tkg"
+            and is_prefill(found["rope"], batch, seq, operands["k_cache"] is not None)
         )
         return operands | found
 
     return read
 
 
-def _narrow_or_integer(operands: dict[str, Any], names: dict[str, str]) -> str:
+def _fp8_operands(call: SimpleNamespace) -> set[str]:
+    """The operands that may hold fp8 values: a weight that has scales, the input."""
+    kind = member(QuantizationType, call.quantization_type)
+    scaled = kind not in (None, QuantizationType.NONE)
+    return {key for key, may in (("x", call.function in PUBLIC), ("w", scaled)) if may}
+
+
+def _narrow_or_integer(
+    operands: dict[str, Any], names: dict[str, str], fp8: set[str]
+) -> str:
     """The first operand of a dtype that is not built, described; empty if none is."""
-    for key, x in operands.items():
-        dtype = getattr(x, "dtype", None)
-        if x is not None and dtype not in _DTYPES:
+    for key in PLAIN:
+        dtype: Any = getattr(operands[key], "dtype", None)
+        if operands[key] is None or dtype in _DTYPES or (key in fp8 and is_fp8(dtype)):
+            continue
+        return f"{names[key]} of dtype {dtype}"
+    return ""
+
+
+def _other_scales(operands: dict[str, Any], names: dict[str, str]) -> str:
+    """The first scale that is not float32, described; empty if none is."""
+    for key in ("w_scale", "in_scale", "k_scale", "v_scale"):
+        dtype = getattr(operands[key], "dtype", None)
+        if operands[key] is not None and dtype != jnp.float32:
             return f"{names[key]} of dtype {dtype}"
     return ""
+
+
+def _odd_caches(operands: dict[str, Any], kv_dtype: Any) -> str:
+    """The dtypes of the caches and their name, unless all are one fp8 dtype."""
+    caches = [operands[key] for key in ("k_cache", "v_cache")]
+    if None in [getattr(cache, "dtype", None) for cache in caches]:
+        return ""
+    held = [cache.dtype for cache in caches]
+    try:
+        wanted = held[0] if kv_dtype is None else jnp.dtype(kv_dtype)
+    except TypeError:
+        wanted = None
+    if held == [wanted] * 2 and is_fp8(held[0]):
+        return ""
+    return f"{held[0]} and {held[1]} for kv_dtype = {kv_dtype}"
 
 
 def _traced(call: SimpleNamespace, eps: str) -> str:
@@ -156,7 +215,7 @@ def _traced(call: SimpleNamespace, eps: str) -> str:
 def _off_axis(operands: dict[str, Any], names: dict[str, str]) -> str:
     """The first tile that lies on another axis than its operand's, described."""
     for key, x in operands.items():
-        if isinstance(x, MemrefTile) and x.axis != TILE_AXES[key]:
+        if isinstance(x, MemrefTile) and x.axis != TILE_AXES.get(key, x.axis):
             return f"{names[key]} axis = {TILE_AXES[key]}, got {x.axis}"
     return ""
 

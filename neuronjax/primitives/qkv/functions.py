@@ -1,9 +1,12 @@
 """The public functions of QKV: the dispatching one, and its two paths."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.options import (
     NormType,
@@ -12,8 +15,13 @@ from neuronjax.primitives.options import (
     QuantizationType,
     refuses,
 )
-from neuronjax.primitives.qkv.facts import facts, is_prefill
-from neuronjax.primitives.qkv.macro import qkv_fused_add_kernel, qkv_kernel
+from neuronjax.primitives.qkv.facts import ARGUMENTS, facts, is_prefill
+from neuronjax.primitives.qkv.macro import (
+    BUILT,
+    INSTEAD,
+    qkv_fused_add_kernel,
+    require_values,
+)
 
 Hidden = Float[Array, "batch seq d_model"]
 Weight = Float[Array, "d_model columns"]
@@ -21,27 +29,18 @@ Table = Float[Array, "batch seq head_dim"]
 PerChannel = Float[Array, "1 d_model"]
 PerColumn = Float[Array, "1 columns"]
 
-_UNQUANTIZED = dict(
-    quantization_type=QuantizationType.NONE,
-    qkv_w_scale=None,
-    qkv_in_scale=None,
-    sbm=None,
-)
-_NO_CACHE_WRITES = dict(
-    dict.fromkeys(
-        "k_cache v_cache k_scale v_scale fp8_max fp8_min kv_dtype block_size "
-        "slot_mapping".split()
-    ),
-    use_block_kv=False,
-    weight_layout=QKVWeightLayout.CONTIGUOUS,
-)
-_INSTEAD = (
-    "unquantized weights [H, I] in natural order are, and caches are written by the "
-    "attention functions"
-)
+# Block-scaled weights, and the hidden order that belongs to them.
+_UNBUILT = dict(quantization_type=BUILT, sbm=None)
+_NATURAL = dict(weight_layout=QKVWeightLayout.CONTIGUOUS)
+# What the emitters take under the same names: settings, and hints of placement.
+_SETTINGS = (
+    "hidden_actual d_head num_q_heads num_kv_heads quantization_type kv_dtype fp8_max "
+    "fp8_min store_output_in_sbuf output_in_sbuf use_auto_allocation "
+    "load_input_with_DMA_transpose"
+).split()
 
 
-@refuses(_INSTEAD, **_UNQUANTIZED, **_NO_CACHE_WRITES, is_h_dim_4h_transposed=False)
+@refuses(INSTEAD, **_UNBUILT, **_NATURAL, is_h_dim_4h_transposed=False)
 @contracts.contracted(facts("qkv"))
 def qkv(
     input: Hidden,
@@ -88,20 +87,35 @@ def qkv(
       y = \operatorname{norm}(x)\, W + b, \qquad
       [y_1, y_2] \mapsto [y_1, y_2] \cos + [-y_2, y_1] \sin$$
 
+    With a quantized weight, $y = c(x)\, W \cdot s + b$, the scale after the product:
+
+    - `ROW`: $c(x) = x$ and `s` is `qkv_w_scale`, one value a column;
+    - `STATIC`: $c(x) = \mathrm{fp8}(\mathrm{clip}(x / s_{in}, \pm 240))$ and `s` is
+      $s_{in}$ times one value for all query, all key and all value columns. A weight
+      in a wider dtype than fp8 is the vendor's reference: it clips and does not round.
+
+    With caches the keys and values come back as fp8, in them:
+    $\mathrm{fp8}(\mathrm{clip}(k / s_k, \mathrm{fp8\_min}, \mathrm{fp8\_max}))$.
+
+    Differentiation: a rounding passes straight through, beyond a clip the derivative
+    is zero; a quantized weight, all scales and both caches are constants.
+
     The rotation turns query and key heads, in half-split pairs. The prefill path
-    (`qkv_cte`) is taken for `fused_rope`, `S > 96` or `B*S > 128`, else the decode path
+    (`qkv_cte`) is taken for `fused_rope`, caches, `S > 96` or `B*S > 128`, else decode
     (`qkv_tkg`). The paths differ in what they return with a residual add, in nothing
     else; a symbolic size takes the prefill path.
 
     Args:
-        input: `[B, S, H]`, any floating dtype of at least 16 bits.
+        input: `[B, S, H]`, any floating dtype; fp8 counts as bfloat16 of its values.
         fused_qkv_weights: `[H, I]`, `I = (num_q_heads + 2*num_kv_heads) * d_head`;
             columns are all query heads, then key heads, then value heads.
         output_layout: `BSD` or `NBSd`.
         bias: `[1, I]`, added before the rotation.
-        quantization_type: `NONE`; the others are not built yet.
-        qkv_w_scale: not built yet.
-        qkv_in_scale: not built yet.
+        quantization_type: `NONE`, `STATIC` or `ROW`; `MX` and `STATIC_MX` are not built
+            yet.
+        qkv_w_scale: float32, `[1, I]` for `ROW`, `[1, 3]` for `STATIC`, or that on 128
+            equal rows, of which the first is read.
+        qkv_in_scale: float32, `[1, 1]` or `[128, 1]`, for `STATIC`; positive.
         fused_residual_add: add `mlp_prev` and `attention_prev` to `input` first.
         mlp_prev: `[B, S, H]`.
         attention_prev: `[B, S, H]`.
@@ -117,16 +131,20 @@ def qkv(
         d_head: width of a head; `NBSd` and the rotation need it.
         num_q_heads: query heads; the rotation needs it.
         num_kv_heads: key heads, and value heads; the rotation needs it.
-        k_cache: not built yet.
-        v_cache: not built yet.
-        k_scale: not built yet.
-        v_scale: not built yet.
-        fp8_max: not built yet.
-        fp8_min: not built yet.
-        kv_dtype: not built yet.
-        use_block_kv: not built yet.
-        block_size: not built yet.
-        slot_mapping: not built yet.
+        k_cache: fp8, `[B, max_seq, num_kv_heads*d_head]`, of which positions `0..S-1`
+            are written; with `use_block_kv` `[num_blocks, block_size, ...]`. Donate it
+            to `jit` to have it updated in place: the caches come back as new arrays.
+        v_cache: like `k_cache`.
+        k_scale: float32, `[1, 1]` or `[128, 1]`: keys are divided by it; positive.
+        v_scale: like `k_scale`.
+        fp8_max: where quantized values are clipped, 240 unless named.
+        fp8_min: the lower end, -240 unless named.
+        kv_dtype: the fp8 dtype of the caches, theirs unless named.
+        use_block_kv: the caches are block caches.
+        block_size: slots of a block.
+        slot_mapping: integers `[B, S]`: token `t` goes to block `t // block_size`,
+            offset `t % block_size`. A slot outside the caches is an error when it is
+            known while tracing; under `jit` its token is written nowhere.
         store_output_in_sbuf: where the output lies; changes no value.
         sbm: the vendor's buffer manager; must be `None`.
         use_auto_allocation: who places buffers; changes no value.
@@ -136,8 +154,10 @@ def qkv(
 
     Returns:
         `[B, S, I]`, or for `NBSd` `[num_q_heads + 2*num_kv_heads, B, S, d_head]`, in
-        the dtype of `input`; sums, norm and rotation are float32. The decode path with
-        a residual add returns `(out, fused_hidden)`, the second the sum `[B, S, H]`.
+        the dtype of `input`, bfloat16 for `STATIC` with an fp8 weight; sums, norm and
+        rotation are float32. The decode path with a residual add returns
+        `(out, fused_hidden)`, the second the sum `[B, S, H]`. With caches
+        `(q, k_cache, v_cache)`: `q` is `[B, S, num_q_heads*d_head]`, the query heads.
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them.
@@ -152,28 +172,15 @@ def qkv(
         >>> qkv(x, jnp.eye(2), fused_norm_type="RMS_NORM_SKIP_GAMMA", norm_eps=0.0)
         Array([[[0.84852815, 1.1313709 ]]], dtype=float32)
     """
-    prefill = is_prefill(fused_rope, *input.shape[:2])
-    outs = _project(
-        input,
-        fused_qkv_weights,
-        (gamma_norm_weights, layer_norm_bias, bias),
-        (mlp_prev, attention_prev),
-        (cos_cache, sin_cache),
-        norm_type=fused_norm_type,
-        eps=norm_eps,
-        hidden_actual=hidden_actual,
-        d_head=d_head,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        output_layout=output_layout,
-        store_output_in_sbuf=store_output_in_sbuf,
-        use_auto_allocation=use_auto_allocation,
-        load_input_with_DMA_transpose=load_input_with_DMA_transpose,
+    call = SimpleNamespace(**locals())
+    outs = _project("qkv", call)
+    prefill = is_prefill(
+        fused_rope, input.shape[0], input.shape[1], k_cache is not None
     )
-    return outs[0] if prefill or not fused_residual_add else outs
+    return _without_sum(call, outs) if prefill else outs
 
 
-@refuses(_INSTEAD, **_UNQUANTIZED, **_NO_CACHE_WRITES, is_input_swizzled=False)
+@refuses(INSTEAD, **_UNBUILT, **_NATURAL, is_input_swizzled=False)
 @contracts.contracted(facts("qkv_cte"))
 def qkv_cte(
     input: Hidden,
@@ -213,7 +220,7 @@ def qkv_cte(
     load_input_with_DMA_transpose: bool = True,
     is_input_swizzled: bool = False,
     weight_layout: QKVWeightLayout | str = QKVWeightLayout.CONTIGUOUS,
-) -> Array:
+) -> Array | tuple[Array, ...]:
     """The prefill path of `qkv`; returns the projected heads alone.
 
     Args:
@@ -221,9 +228,9 @@ def qkv_cte(
         fused_qkv_weights: `[H, I]`.
         output_layout: `BSD` or `NBSd`.
         bias: `[1, I]`.
-        quantization_type: `NONE`.
-        qkv_w_scale: not built yet.
-        qkv_in_scale: not built yet.
+        quantization_type: `NONE`, `STATIC` or `ROW`.
+        qkv_w_scale: `[1, I]` or `[1, 3]`.
+        qkv_in_scale: `[1, 1]`, for `STATIC`.
         fused_residual_add: add both residuals first; the sum is not returned.
         mlp_prev: `[B, S, H]`.
         attention_prev: `[B, S, H]`.
@@ -238,16 +245,16 @@ def qkv_cte(
         d_head: width of a head.
         num_q_heads: query heads.
         num_kv_heads: key heads, and value heads.
-        k_cache: not built yet.
-        v_cache: not built yet.
-        k_scale: not built yet.
-        v_scale: not built yet.
-        fp8_max: not built yet.
-        fp8_min: not built yet.
-        kv_dtype: not built yet.
-        use_block_kv: not built yet.
-        block_size: not built yet.
-        slot_mapping: not built yet.
+        k_cache: the fp8 cache that keys are written to.
+        v_cache: the fp8 cache that values are written to.
+        k_scale: what keys are divided by.
+        v_scale: what values are divided by.
+        fp8_max: the clip's upper end.
+        fp8_min: the clip's lower end.
+        kv_dtype: the fp8 dtype of the caches.
+        use_block_kv: the caches are block caches.
+        block_size: slots of a block.
+        slot_mapping: the slot of each token, `[B, S]`.
         store_output_in_sbuf: the chip's prefill path has no such placement.
         sbm: must be `None`.
         use_auto_allocation: changes no value.
@@ -256,7 +263,8 @@ def qkv_cte(
         weight_layout: `CONTIGUOUS`.
 
     Returns:
-        `[B, S, I]`, or for `NBSd` `[num_q_heads + 2*num_kv_heads, B, S, d_head]`.
+        `[B, S, I]`, or for `NBSd` `[num_q_heads + 2*num_kv_heads, B, S, d_head]`; with
+        caches `(q, k_cache, v_cache)`.
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them.
@@ -265,26 +273,11 @@ def qkv_cte(
     Source:
         aws-neuron/nki-library, `core/qkv/qkv_cte.py`.
     """
-    return _project(
-        input,
-        fused_qkv_weights,
-        (gamma_norm_weights, layer_norm_bias, bias),
-        (mlp_prev, attention_prev),
-        (cos_cache, sin_cache),
-        norm_type=fused_norm_type,
-        eps=norm_eps,
-        hidden_actual=hidden_actual,
-        d_head=d_head,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        output_layout=output_layout,
-        store_output_in_sbuf=store_output_in_sbuf,
-        use_auto_allocation=use_auto_allocation,
-        load_input_with_DMA_transpose=load_input_with_DMA_transpose,
-    )[0]
+    call = SimpleNamespace(**locals())
+    return _without_sum(call, _project("qkv_cte", call))
 
 
-@refuses(_INSTEAD, **_UNQUANTIZED, is_h_dim_4h_transposed=False)
+@refuses(INSTEAD, sbm=None, is_h_dim_4h_transposed=False)
 @contracts.contracted(facts("qkv_tkg"))
 def qkv_tkg(
     hidden: Hidden,
@@ -324,10 +317,10 @@ def qkv_tkg(
         output_layout: `BSD` or `NBSd`.
         eps: added to the mean square or variance.
         norm_type: the norm.
-        quantization_type: `NONE`; the others are not built yet.
+        quantization_type: `NONE`, `STATIC` or `ROW`; decode takes no other.
         is_h_dim_4h_transposed: not built yet.
-        qkv_w_scale: not built yet.
-        qkv_in_scale: not built yet.
+        qkv_w_scale: as in `qkv`.
+        qkv_in_scale: as in `qkv`.
         output_in_sbuf: where the output lies; changes no value.
         qkv_bias: `[1, I]`.
         norm_bias: LayerNorm's offset, `[1, H]`.
@@ -344,28 +337,22 @@ def qkv_tkg(
     Source:
         aws-neuron/nki-library, `core/qkv/qkv_tkg.py`.
     """
-    outs = _project(
-        hidden,
-        qkv_w,
-        (norm_w, norm_bias, qkv_bias),
-        (mlp_prev, attn_prev),
-        (None, None),
-        norm_type=norm_type,
-        eps=eps,
-        hidden_actual=hidden_actual,
-        d_head=d_head,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        output_layout=output_layout,
-        output_in_sbuf=output_in_sbuf,
-    )
-    return outs if fused_add else outs[0]
+    return _project("qkv_tkg", SimpleNamespace(**locals()))
 
 
-def _project(x, w, vectors, residuals, tables, **options) -> tuple[Array, ...]:
-    """The output, and with residuals their sum."""
-    if residuals[0] is None:
-        return (qkv_kernel(x, w, *vectors, *tables, **options),)
-    return qkv_fused_add_kernel(
-        x, w, *residuals, *vectors, *tables, return_sum=True, **options
-    )
+def _project(function: str, call: SimpleNamespace) -> Any:
+    """The emitter's outputs: `out`, with residuals the sum, with caches these."""
+    ours, theirs = ARGUMENTS[function], ARGUMENTS["qkv_fused_add_kernel"]
+    given = {theirs[key]: getattr(call, ours[key]) for key in ours if key in theirs}
+    given |= {key: getattr(call, key) for key in _SETTINGS if hasattr(call, key)}
+    require_values(function, call)
+    if is_fp8(given["hidden"].dtype):
+        given["hidden"] = given["hidden"].astype(jnp.bfloat16)
+    return qkv_fused_add_kernel(**given, return_sum=call.mlp_prev is not None)
+
+
+def _without_sum(call: SimpleNamespace, outs: Any) -> Any:
+    """What the prefill path returns of them."""
+    if call.mlp_prev is None:
+        return outs
+    return outs[0] if len(outs) == 2 else (outs[0], *outs[2:])

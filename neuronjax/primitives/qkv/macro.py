@@ -1,28 +1,51 @@
 """The macros `QKV`, `TiledNativeKernelQKV` and `QKVBwd`: emitters and declarations.
 
 Residuals carry the checkpoint names `qkv_out`, `qkv_fused_hidden` (with a fused add),
-`qkv_rstd` (with a norm) and `qkv_mean` (LayerNorm).
+`qkv_rstd` (with a norm), `qkv_mean` (LayerNorm), `qkv_k_cache` and `qkv_v_cache`.
+
+A quantized call keeps the NAME: its scales and caches are appended operands, the config
+says `quantization` and `is_fp8_kernel`. Its weight and all scales are constants, and so
+are the caches it returns: fp8 operands take no part in differentiation, and fp8 outputs
+have a zero tangent.
 """
 
+import math
 import operator
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
-from neuronjax.kernels.qkv import plain, projection
+from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
-from neuronjax.primitives.macro import Example, MacroFamily
+from neuronjax.primitives.known import require_divisors, require_slots
+from neuronjax.primitives.macro import MacroFamily
 from neuronjax.primitives.options import (
     NORM_CONFIG,
     NormType,
     QKVOutputLayout,
+    QuantizationType,
     member,
+    refuses,
 )
 from neuronjax.primitives.qkv import rules  # noqa: F401  enters the rows
-from neuronjax.primitives.qkv.facts import OPERANDS, facts
+from neuronjax.primitives.qkv.examples import example
+from neuronjax.primitives.qkv.facts import OPERANDS, PLAIN, facts
+from neuronjax.primitives.qkv.leaves import (
+    BACKWARD,
+    GRADIENTS,
+    QUANTIZED,
+    TILED,
+    UNTILED,
+    backward_leaf,
+    leaf,
+    live_operands,
+    no_gradient,
+    output_names,
+    plain_backward_leaf,
+    plain_leaf,
+)
+from neuronjax.primitives.qkv.quantized_rules import kv_limits
 from neuronjax.primitives.tile import (
     MemrefTile,
     is_all_io_type_memref_tile,
@@ -30,10 +53,13 @@ from neuronjax.primitives.tile import (
     require_partitions,
 )
 
-UNTILED, TILED, BACKWARD = "QKV", "TiledNativeKernelQKV", "QKVBwd"
 Operand = Array | MemrefTile
+INSTEAD = "STATIC and ROW are, and unquantized weights [H, I] in natural order"
+# What `quantization_type` may be before it is looked at; ROW_MX breaks a rule.
+BUILT = tuple(QuantizationType[kind] for kind in ("NONE", "STATIC", "ROW", "ROW_MX"))
 
 
+@refuses(INSTEAD, quantization_type=BUILT)
 @contracts.contracted(facts("qkv_kernel"))
 def qkv_kernel(
     hidden: Operand,
@@ -43,6 +69,13 @@ def qkv_kernel(
     qkv_bias: Operand | None = None,
     cos_cache: Operand | None = None,
     sin_cache: Operand | None = None,
+    qkv_w_scale: Operand | None = None,
+    qkv_in_scale: Operand | None = None,
+    k_cache: Array | None = None,
+    v_cache: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    slot_mapping: Array | None = None,
     *,
     norm_type: NormType | str = "RMS_NORM",
     eps: float = 1e-6,
@@ -51,12 +84,16 @@ def qkv_kernel(
     num_q_heads: int | None = None,
     num_kv_heads: int | None = None,
     output_layout: QKVOutputLayout | str = "BSD",
+    quantization_type: QuantizationType | str = "NONE",
+    kv_dtype: Any = None,
+    fp8_max: float | None = None,
+    fp8_min: float | None = None,
     **hints: Any,
-) -> Operand:
+) -> Operand | tuple[Operand, ...]:
     """Emits `QKV`, or for tiles `TiledNativeKernelQKV`: norm, projection, rotation.
 
-    Tiles lie on `H` (`hidden`, `qkv_w`, `norm_w`, `norm_bias`), on `I` (`qkv_bias`) and
-    on the head dimension (`cos_cache`, `sin_cache`).
+    Tiles lie on `H` (`hidden`, `qkv_w`, `norm_w`, `norm_bias`), on `I` (`qkv_bias`), on
+    the head dimension (`cos_cache`, `sin_cache`) and on the columns of both scales.
 
     Args:
         hidden: `[B, S, H]`.
@@ -67,6 +104,13 @@ def qkv_kernel(
         cos_cache: `[B, S, d_head]`; given with `sin_cache`, query and key heads are
             rotated half-split, by all columns of both.
         sin_cache: like `cos_cache`.
+        qkv_w_scale: as in `qkv`, and so are all arguments of quantization.
+        qkv_in_scale: as in `qkv`.
+        k_cache: as in `qkv`; never a tile.
+        v_cache: as in `qkv`; never a tile.
+        k_scale: as in `qkv`.
+        v_scale: as in `qkv`.
+        slot_mapping: as in `qkv`; the caches are block caches when it is given.
         norm_type: `NO_NORM`, `RMS_NORM`, `LAYER_NORM` or `RMS_NORM_SKIP_GAMMA`.
         eps: added to the mean square or variance.
         hidden_actual: columns that count in RMSNorm's mean; the rest hold zeros.
@@ -74,17 +118,24 @@ def qkv_kernel(
         num_q_heads: query heads.
         num_kv_heads: key heads, and value heads.
         output_layout: `BSD` or `NBSd`.
+        quantization_type: `NONE`, `STATIC` or `ROW`.
+        kv_dtype: the caches' fp8 dtype.
+        fp8_max: as in `qkv`.
+        fp8_min: as in `qkv`.
         **hints: placement hints; they travel in the config bag and change no value.
 
     Returns:
         `[B, S, I]`, or for `NBSd` `[num_q_heads + 2*num_kv_heads, B, S, d_head]`; for
-        tiles a tile of it on `I`, or on the head dimension. The dtype is `hidden`'s.
+        tiles a tile of it on `I`, or on the head dimension. The dtype is `hidden`'s,
+        bfloat16 for STATIC with an fp8 weight. With caches `(q, k_cache, v_cache)`.
     """
     call = SimpleNamespace(**locals())
     operands = (hidden, qkv_w, norm_w, norm_bias, qkv_bias, None, None)
-    return _emit("qkv_kernel", (*operands, cos_cache, sin_cache), call)[0]
+    outs = _emit("qkv_kernel", (*operands, cos_cache, sin_cache), call)
+    return outs[0] if k_cache is None else (outs[0], *outs[-2:])
 
 
+@refuses(INSTEAD, quantization_type=BUILT)
 @contracts.contracted(facts("qkv_fused_add_kernel"))
 def qkv_fused_add_kernel(
     hidden: Operand,
@@ -96,6 +147,13 @@ def qkv_fused_add_kernel(
     qkv_bias: Operand | None = None,
     cos_cache: Operand | None = None,
     sin_cache: Operand | None = None,
+    qkv_w_scale: Operand | None = None,
+    qkv_in_scale: Operand | None = None,
+    k_cache: Array | None = None,
+    v_cache: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    slot_mapping: Array | None = None,
     *,
     return_sum: bool = False,
     norm_type: NormType | str = "RMS_NORM",
@@ -105,8 +163,12 @@ def qkv_fused_add_kernel(
     num_q_heads: int | None = None,
     num_kv_heads: int | None = None,
     output_layout: QKVOutputLayout | str = "BSD",
+    quantization_type: QuantizationType | str = "NONE",
+    kv_dtype: Any = None,
+    fp8_max: float | None = None,
+    fp8_min: float | None = None,
     **hints: Any,
-) -> Operand | tuple[Operand, Operand]:
+) -> Operand | tuple[Operand, ...]:
     """Emits the same NAMEs with `hidden + mlp_out + attn_out` in front of the norm.
 
     The add is a prologue of the leaf (`fused_add="prologue"`): the widths allow nothing
@@ -122,6 +184,13 @@ def qkv_fused_add_kernel(
         qkv_bias: as in `qkv_kernel`.
         cos_cache: as in `qkv_kernel`.
         sin_cache: as in `qkv_kernel`.
+        qkv_w_scale: as in `qkv_kernel`.
+        qkv_in_scale: as in `qkv_kernel`.
+        k_cache: as in `qkv_kernel`.
+        v_cache: as in `qkv_kernel`.
+        k_scale: as in `qkv_kernel`.
+        v_scale: as in `qkv_kernel`.
+        slot_mapping: as in `qkv_kernel`.
         return_sum: return the sum as well; without residuals it is `hidden`.
         norm_type: as in `qkv_kernel`.
         eps: as in `qkv_kernel`.
@@ -130,23 +199,30 @@ def qkv_fused_add_kernel(
         num_q_heads: as in `qkv_kernel`.
         num_kv_heads: as in `qkv_kernel`.
         output_layout: as in `qkv_kernel`.
+        quantization_type: as in `qkv_kernel`.
+        kv_dtype: as in `qkv_kernel`.
+        fp8_max: as in `qkv_kernel`.
+        fp8_min: as in `qkv_kernel`.
         **hints: as in `qkv_kernel`.
 
     Returns:
-        The output of `qkv_kernel`; with `return_sum`, that and the sum `[B, S, H]`,
-        rounded once, in the dtype of `hidden`.
+        The output of `qkv_kernel`; with `return_sum`, behind it the sum `[B, S, H]`,
+        rounded once, in the dtype of `hidden`; caches come last.
     """
     call = SimpleNamespace(**locals())
     operands = (hidden, qkv_w, norm_w, norm_bias, qkv_bias, mlp_out, attn_out)
     outs = _emit("qkv_fused_add_kernel", (*operands, cos_cache, sin_cache), call)
-    if not return_sum:
-        return outs[0]
-    return outs[0], hidden if mlp_out is None else outs[1]
+    total = hidden if mlp_out is None else outs[1]
+    results = (outs[0], *(outs[-2:] if k_cache is not None else ()))
+    if return_sum:
+        results = (outs[0], total, *results[1:])
+    return results[0] if len(results) == 1 else results
 
 
 def _emit(emitter: str, operands: tuple, call: SimpleNamespace) -> tuple:
     """Picks the NAME and binds the macro; tiles come back as tiles."""
     is_tiled = is_all_io_type_memref_tile(operands, emitter)
+    require_values(emitter, call)
     layout = member(QKVOutputLayout, call.output_layout)
     config = dict(
         norm=NORM_CONFIG[member(NormType, call.norm_type)],
@@ -161,9 +237,12 @@ def _emit(emitter: str, operands: tuple, call: SimpleNamespace) -> tuple:
         is_tiled=is_tiled,
         **call.hints,
     )
+    if _is_quantized(call):
+        operands = (*operands, *_appended(call))
+        config |= _quantized_config(call)
     if not is_tiled:
         return qkv_family(*operands, name=UNTILED, **config)
-    tiles = dict(zip(OPERANDS, operands, strict=True))
+    tiles = dict(zip(OPERANDS, operands, strict=False))
     require_partitions(emitter, **tiles)
     data = [None if tile is None else tile.data for tile in operands]
     outs = qkv_family(*data, name=TILED, **config)
@@ -173,105 +252,79 @@ def _emit(emitter: str, operands: tuple, call: SimpleNamespace) -> tuple:
     return results
 
 
+def require_values(function: str, call: Any) -> None:
+    """Refuses values that break a rule, where they are known while tracing."""
+    scales = {
+        name: getattr(call, name, None)
+        for name in ("qkv_in_scale", "k_scale", "v_scale")
+    }
+    require_divisors(function, **scales)
+    if getattr(call, "slot_mapping", None) is not None:
+        require_slots(function, call.slot_mapping, math.prod(call.k_cache.shape[:2]))
+
+
+def _is_quantized(call: SimpleNamespace) -> bool:
+    kind = member(QuantizationType, call.quantization_type)
+    return kind is not QuantizationType.NONE or call.k_cache is not None
+
+
+def _appended(call: SimpleNamespace) -> tuple:
+    """The operands that quantization appends."""
+    scales = (call.qkv_w_scale, call.qkv_in_scale)
+    caches = (call.k_cache, call.v_cache, call.k_scale, call.v_scale)
+    return (*scales, *caches, call.slot_mapping)
+
+
+def _quantized_config(call: SimpleNamespace) -> dict[str, Any]:
+    """What a quantized call has in its config beside the rest.
+
+    `out_dtype` is `None` for the dtype of `hidden`, `kv_dtype` for a call without
+    caches.
+    """
+    kind = member(QuantizationType, call.quantization_type)
+    is_fp8_kernel = is_fp8(call.qkv_w.dtype)
+    static = kind is QuantizationType.STATIC and is_fp8_kernel
+    cached = call.k_cache is not None
+    return dict(
+        quantization=kind.name,
+        is_fp8_kernel=is_fp8_kernel,
+        out_dtype="bfloat16" if static else None,
+        kv_dtype=call.k_cache.dtype.name if cached else None,
+        kv_limits=kv_limits(call.fp8_min, call.fp8_max) if cached else None,
+    )
+
+
 def _index(value: Any) -> int | None:
     return None if value is None else operator.index(value)
 
 
-def _leaf(*operands, name, is_tiled, **config):
-    leaf = projection.qkv_tiled_fwd if is_tiled else projection.qkv_fwd
-    return leaf(*operands, name=name, **config)
-
-
-def _outputs(*, norm, fused_add, **_):
-    """The names of the outputs that a config gives."""
-    stored = () if fused_add == "none" else ("fused_hidden",)
-    statistics = {"none": (), "layer": ("mean", "rstd")}.get(norm, ("rstd",))
-    return ("out", *stored, *statistics)
-
-
 def _emit_backward(operands, outs, cotangents, *, name, **config):
-    live = tuple(k for k, x in zip(GRADIENTS, operands, strict=True) if x is not None)
+    live = live_operands(operands, config)
     args = (*operands, *outs, *cotangents)
-    grads = iter(qkv_backward(*args, name=BACKWARD, live=live, **config))
-    return tuple(None if x is None else next(grads) for x in operands)
-
-
-def _backward_leaf(*args, name, live, **config):
-    grads = projection.qkv_bwd(*args, name=name, **config)
-    return tuple(grad for grad in grads if grad is not None)
-
-
-def _plain_backward(*args, name, live, **config):
-    grads = plain.qkv_bwd_plain(*args, name=name, **config)
-    return tuple(grad for grad in grads if grad is not None)
-
-
-def _example(name: str, dtype: Any, batch: int) -> Example:
-    if name == TILED:
-        return _tiled_example(dtype, batch)
-    x, w, gamma, bias, mlp_prev, attn_prev, cos, sin = _normal(
-        dtype,
-        *((batch, 3, 6), (6, 16), (1, 6), (1, 16), (batch, 3, 6), (batch, 3, 6)),
-        *((batch, 3, 4), (batch, 3, 4)),
-    )
-    operands = (x, w, gamma, None, bias, mlp_prev, attn_prev, cos, sin)
-    split = (0, None, None, None, 0, 0, 0, 0)
-    config = dict(_CONFIG, norm="rms", fused_add="prologue", layout="BSD")
-    config["is_tiled"] = False
-    if name == UNTILED:
-        return Example(operands, config, split, (0, 0, 0))
-    outs = _leaf(*operands, name=UNTILED, **config)
-    cotangents = [jnp.cos(out + 1) for out in outs]
-    live = tuple(k for k, x in zip(GRADIENTS, operands, strict=True) if x is not None)
-    return Example(
-        (*operands, *outs, *cotangents),
-        config | {"live": live},
-        split + (0,) * 6,
-        split,
+    grads = qkv_backward(*args, name=BACKWARD, live=live, **config)
+    found = dict(zip(live, grads, strict=True))
+    keys = [*GRADIENTS, *OPERANDS[len(PLAIN) :]]
+    return tuple(
+        found[key] if key in found else no_gradient(x)
+        for key, x in zip(keys, operands, strict=False)
     )
 
-
-def _tiled_example(dtype: Any, batch: int) -> Example:
-    x, w, gamma, beta, bias, cos, sin = _normal(
-        dtype,
-        *((128, 2, batch, 3), (128, 2, 16), (128, 2, 1), (128, 2, 1), (16, 1, 1)),
-        *((4, 1, batch, 3), (4, 1, batch, 3)),
-    )
-    operands = (x, w / 16, gamma, beta, bias, None, None, cos, sin)
-    config = dict(_CONFIG, norm="layer", fused_add="none", layout="NBSd")
-    config["is_tiled"] = True
-    return Example(operands, config, (2, None, None, None, None, 2, 2), (3, 2, 2))
-
-
-def _normal(dtype: Any, *shapes: tuple[int, ...]) -> list[Array]:
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
-
-
-_CONFIG = dict(
-    eps=1e-6,
-    hidden_actual=None,
-    d_head=4,
-    num_q_heads=2,
-    num_kv_heads=1,
-    fused_rope=True,
-)
-GRADIENTS = tuple("hidden w gamma beta bias mlp_prev attn_prev cos sin".split())
 
 qkv_backward = MacroFamily(
     "qkv_bwd",
     (BACKWARD,),
-    _backward_leaf,
-    plain=_plain_backward,
+    backward_leaf,
+    plain=plain_backward_leaf,
     outputs=lambda *, live, **_: tuple(f"d_{key}" for key in live),
-    example=_example,
+    example=example,
 )
 qkv_family = MacroFamily(
     "qkv",
     (UNTILED, TILED),
-    _leaf,
-    plain=plain.qkv_plain,
-    outputs=_outputs,
+    leaf,
+    plain=plain_leaf,
+    outputs=output_names,
     backward=_emit_backward,
-    example=_example,
+    example=example,
+    variants=(QUANTIZED,),
 )

@@ -8,7 +8,6 @@ from neuronjax.primitives.options import (
     NormType,
     QKVOutputLayout,
     QuantizationType,
-    member,
     members,
 )
 from neuronjax.primitives.qkv.facts import (
@@ -79,10 +78,10 @@ _row(
 )
 _row(
     "quantization",
-    PUBLIC,
+    ALL,
     f"quantization_type must be one of {members(QuantizationType)}, "
     "got {quantization_type}",
-    lambda c: member(QuantizationType, c.quantization_type) is None,
+    lambda c: c.quantization is None,
     example=arguments(quantization_type="INT3"),
     stage=1,
 )
