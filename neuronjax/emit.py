@@ -28,6 +28,9 @@ from neuronjax.primitives.reduce import (
     neuron_reduce_macro_kernel as neuron_reduce_macro_kernel,
 )
 from neuronjax.primitives.registry import CATALOG, resolve_family
+from neuronjax.primitives.rmsnorm_quant.macro import (
+    rmsnorm_quant_kernel as rmsnorm_quant_kernel,
+)
 from neuronjax.primitives.rope import rope_kernel as rope_kernel
 from neuronjax.primitives.router_topk.macro import (
     router_topk_kernel as router_topk_kernel,
