@@ -54,13 +54,9 @@ def output_projection_fwd(
     if is_tiled:
         factors = weight.astype(dtype), attention.astype(dtype)
         y = jnp.einsum("pcnh,pcbns->hbs", *factors, preferred_element_type=acc)
-        y = _split(y, 0, _chunks(y.shape[0]))
-        if bias is not None:
-            y = y + per_feature(bias, y, TILE).astype(acc)
     else:
-        y = linear_fwd(_rows(attention, form), weight, dtype=dtype)
-        y = y if bias is None else y + bias[0].astype(acc)
-    out = _arranged(y, form, transpose_out, cores, is_tiled)
+        y = linear_fwd(rows_of(attention, form), weight, dtype=dtype)
+    out = finished(y, bias, form, transpose_out, cores, is_tiled)
     return (out.astype(out_dtype or attention.dtype),)
 
 
@@ -80,20 +76,18 @@ def output_projection_bwd(
 ) -> tuple[Array, Array, Array | None]:
     """Returns the cotangents of attention, weight and bias; the map is bilinear."""
     dtype, acc = _dtypes(attention, weight)
-    dy = _flat(d_out.astype(acc), attention.shape[-1], transpose_out, is_tiled)
+    dy = flat(d_out.astype(acc), attention.shape[-1], transpose_out, is_tiled)
     narrow, w = dy.astype(dtype), weight.astype(dtype)
     if is_tiled:
         x, narrow = attention.astype(dtype), lax.collapse(narrow, 0, 2)
         dx = contract("pcnh,hbs->pcbns", w, narrow, like=x)
         dw = contract("pcbns,hbs->pcnh", x, narrow, like=w)
-        dbias = None if bias is None else sum_rows(dy, bias, TILE)
     else:
-        rows = _rows(attention, form).astype(dtype)
+        rows = rows_of(attention, form).astype(dtype)
         drows = contract("bsh,kh->bsk", narrow, w, like=rows)
         dw = contract("bsk,bsh->kh", rows, narrow, like=w)
-        head_dim = attention.shape[2 if form == "BNDS" else 0]
-        dx = _split(drows, 2, head_dim).transpose(_FROM_ROWS[form])
-        dbias = None if bias is None else dy.sum((0, 1))[None].astype(bias.dtype)
+        dx = attention_of(drows, attention, form)
+    dbias = bias_grad(dy, bias, is_tiled)
     return dx.astype(attention.dtype), dw.astype(weight.dtype), dbias
 
 
@@ -111,28 +105,58 @@ def output_projection_plain(
     **hints: Any,
 ) -> tuple[Array]:
     """The same as one sum over heads and channels."""
-    result_dtype = out_dtype or attention.dtype
+    dtype, acc = _dtypes(attention, weight)
+    x, w, spec = plain_factors(attention, weight, form, is_tiled)
+    out = jnp.einsum(spec, x.astype(dtype), w.astype(dtype), preferred_element_type=acc)
+    out = plain_layout(out, bias, form, transpose_out, cores, is_tiled)
+    return (out.astype(out_dtype or attention.dtype),)
+
+
+def plain_factors(attention, weight, form: str, is_tiled: bool):
+    """Attention, the weight as `[num_heads, head_dim, d_model]`, and their einsum."""
     if is_tiled:
         attention = lax.collapse(attention, 0, 2)
         weight = jnp.moveaxis(lax.collapse(weight, 0, 2), 1, 0)
-        spec = "dbns,ndh->bsh"
-    else:
-        head_dim = attention.shape[2 if form == "BNDS" else 0]
-        weight = weight.reshape(-1, head_dim, weight.shape[1])
-        spec = "bnds,ndh->bsh" if form == "BNDS" else "dbns,ndh->bsh"
-    dtype, acc = _dtypes(attention, weight)
-    factors = attention.astype(dtype), weight.astype(dtype)
-    out = jnp.einsum(spec, *factors, preferred_element_type=acc)
+        return attention, weight, "dbns,ndh->bsh"
+    head_dim = attention.shape[2 if form == "BNDS" else 0]
+    weight = weight.reshape(-1, head_dim, weight.shape[1])
+    return attention, weight, "bnds,ndh->bsh" if form == "BNDS" else "dbns,ndh->bsh"
+
+
+def plain_layout(out, bias, form: str, transpose_out: bool, cores, is_tiled: bool):
+    """Adds the bias to `[batch, seq, d_model]` and lays the sum out as the output."""
     if bias is not None:
-        out = out + bias.reshape(-1).astype(acc)
+        out = out + bias.reshape(-1).astype(out.dtype)
     if form == "DBNS":
         out = out.reshape(-1, out.shape[-1])
     if transpose_out:
         out = out.reshape(out.shape[0], cores, PARTITIONS, -1).transpose(2, 1, 3, 0)
-        out = out[:, None] if is_tiled else out
-    elif is_tiled:
-        out = _split(jnp.moveaxis(out, -1, 0), 0, _chunks(out.shape[-1]))
-    return (out.astype(result_dtype),)
+        return out[:, None] if is_tiled else out
+    if is_tiled:
+        return _split(jnp.moveaxis(out, -1, 0), 0, _chunks(out.shape[-1]))
+    return out
+
+
+def finished(y, bias, form: str, transpose_out: bool, cores, is_tiled: bool):
+    """Adds the bias to the products and lays the sum out as the output.
+
+    The products are `[batch, seq, d_model]`, on tiles `[d_model, batch, seq]`.
+    """
+    if is_tiled:
+        y = _split(y, 0, _chunks(y.shape[0]))
+    if bias is not None:
+        row = per_feature(bias, y, TILE) if is_tiled else bias[0]
+        y = y + row.astype(y.dtype)
+    return _arranged(y, form, transpose_out, cores, is_tiled)
+
+
+def bias_grad(dy, bias, is_tiled: bool):
+    """The cotangent of the bias, from that of the products in their own layout."""
+    if bias is None:
+        return None
+    if is_tiled:
+        return sum_rows(dy, bias, TILE)
+    return dy.sum((0, 1))[None].astype(bias.dtype)
 
 
 def _dtypes(attention, weight) -> tuple[Any, Any]:
@@ -141,9 +165,15 @@ def _dtypes(attention, weight) -> tuple[Any, Any]:
     return dtype, accumulator(dtype)
 
 
-def _rows(attention, form: str):
+def rows_of(attention, form: str):
     """`[batch, seq, num_heads*head_dim]`: what meets the weight's rows."""
     return lax.collapse(attention.transpose(_TO_ROWS[form]), 2, 4)
+
+
+def attention_of(rows, attention, form: str):
+    """The inverse of `rows_of`, for `attention` of that shape."""
+    head_dim = attention.shape[2 if form == "BNDS" else 0]
+    return _split(rows, 2, head_dim).transpose(_FROM_ROWS[form])
 
 
 def _split(x, axis: int, inner: int):
@@ -175,7 +205,7 @@ def _arranged(y, form: str, transpose_out: bool, cores, is_tiled: bool):
     return _split(wide, 2, wide.shape[2] // PARTITIONS).transpose(2, 1, 3, 0)
 
 
-def _flat(d_out, seq, transpose_out: bool, is_tiled: bool):
+def flat(d_out, seq, transpose_out: bool, is_tiled: bool):
     """The inverse of `_arranged`; `seq` may be symbolic."""
     if is_tiled:
         if transpose_out:

@@ -4,19 +4,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from neuronjax.primitives import contracts
+from neuronjax.primitives.known import require_divisors
 from neuronjax.primitives.options import QuantizationType, refuses
-from neuronjax.primitives.output_projection.macro import output_projection_kernel
+from neuronjax.primitives.output_projection.macro import (
+    BUILT,
+    INSTEAD,
+    output_projection_kernel,
+)
 from neuronjax.primitives.output_projection.rules import facts
 
-_INSTEAD = "unquantized weights [N*D, H] are"
 
-
-@refuses(
-    _INSTEAD,
-    quantization_type=QuantizationType.NONE,
-    input_scales=None,
-    weight_scales=None,
-)
+@refuses(INSTEAD, quantization_type=BUILT)
 @contracts.contracted(facts("BNDS"))
 def output_projection_cte(
     attention: Float[Array, "batch num_heads head_dim seq"],
@@ -31,13 +29,28 @@ def output_projection_cte(
 
     $$\mathrm{out}_{bs} = \sum_{nd} \mathrm{attention}_{bnds} W_{nD+d} + \mathrm{bias}$$
 
+    With a quantized weight $\mathrm{out} = c(a)\, W \cdot s + \mathrm{bias}$:
+
+    - `ROW`: $c(a) = a$ and `s` is `weight_scales`, one value a column;
+    - `STATIC`: $c(a) = \mathrm{fp8}(\mathrm{clip}(a / s_{in}, \pm 240))$ and `s` is
+      `weight_scales * input_scales`;
+    - `STATIC_MX`: the same with a clip at 448 and rows stored interleaved: the weight
+      is a `[N*D/4, H, 4]`, whose last axis holds four rows.
+
+    A weight in a wider dtype than fp8 is the vendor's reference: activations are
+    clipped and not rounded. Differentiation: a rounding passes straight through,
+    beyond a clip the derivative is zero; a quantized weight and all scales are
+    constants.
+
     Args:
         attention: `[B, N, D, S]`, any floating dtype of at least 16 bits.
         weight: `[N*D, H]`; row `n*D + d` belongs to channel `d` of head `n`.
-        bias: `[1, H]`, added in float32.
-        quantization_type: `NONE`; the others are not built yet.
-        input_scales: not built yet.
-        weight_scales: not built yet.
+        bias: `[1, H]`, added in float32, after the scales.
+        quantization_type: `NONE`, `STATIC`, `ROW` or `STATIC_MX`; `MX` is not built
+            yet.
+        input_scales: float32, `[1, 1]`, for both `STATIC` kinds; positive.
+        weight_scales: float32, `[1, 1]`, for `ROW` `[1, H]`. A scale may have 128 rows
+            instead, all alike: the first is read.
         output_dtype: dtype of the result; that of `attention` unless named.
 
     Returns:
@@ -58,18 +71,20 @@ def output_projection_cte(
         >>> output_projection_cte(heads, jnp.array([[1.0, 0.0], [10.0, 1.0]]))
         Array([[[21.,  2.]]], dtype=float32)
     """
+    require_divisors("output_projection_cte", input_scales=input_scales)
     return output_projection_kernel(
-        attention, weight, bias, form="BNDS", output_dtype=output_dtype
+        attention,
+        weight,
+        bias,
+        weight_scales,
+        input_scales,
+        quantization_type=quantization_type,
+        form="BNDS",
+        output_dtype=output_dtype,
     )
 
 
-@refuses(
-    _INSTEAD,
-    quantization_type=QuantizationType.NONE,
-    weight_scale=None,
-    input_scale=None,
-    sbm=None,
-)
+@refuses(INSTEAD, sbm=None)
 @contracts.contracted(facts("DBNS"))
 def output_projection_tkg(
     attention: Float[Array, "head_dim batch num_heads seq"],
@@ -88,10 +103,10 @@ def output_projection_tkg(
     Args:
         attention: `[D, B, N, S]`, the head dimension first.
         weight: `[N*D, H]`, as in `output_projection_cte`.
-        bias: `[1, H]`, added in float32.
-        quantization_type: `NONE`; the others are not built yet.
-        weight_scale: not built yet.
-        input_scale: not built yet.
+        bias: `[1, H]`, added in float32, after the scales.
+        quantization_type: `NONE`, `STATIC` or `ROW`, as in `output_projection_cte`.
+        weight_scale: as in `output_projection_cte`.
+        input_scale: as in `output_projection_cte`.
         TRANSPOSE_OUT: return `[128, L, H/(128*L), B*S]`: column
             `h = l*(H/L) + p*(H/(128*L)) + c` lies at `[p, l, c]`.
         OUT_IN_SB: where the output lies; changes no value.
@@ -105,15 +120,19 @@ def output_projection_tkg(
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them.
-        NotImplementedError: an option is not built yet.
+        NotImplementedError: a buffer manager is given.
 
     Source:
         aws-neuron/nki-library, `core/output_projection/output_projection_tkg.py`.
     """
+    require_divisors("output_projection_tkg", input_scale=input_scale)
     return output_projection_kernel(
         attention,
         weight,
         bias,
+        weight_scale,
+        input_scale,
+        quantization_type=quantization_type,
         form="DBNS",
         transpose_out=TRANSPOSE_OUT,
         lnc=lnc,

@@ -1,9 +1,12 @@
 """The macros `OutputProjection` and `OutputProjectionBwd`.
 
 The output carries the checkpoint name `output_projection_out`.
+
+A quantized call keeps the NAME: its scales are appended operands, the config says
+`quantization` and `is_fp8_kernel`. Its weight and scales are constants; fp8 operands
+take no part in differentiation.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -12,8 +15,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from neuronjax.kernels import output_projection as kernel
+from neuronjax.kernels import output_projection_quantized as quantized
+from neuronjax.kernels.dtypes import is_differentiable
+from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
+from neuronjax.primitives.known import require_divisors
 from neuronjax.primitives.macro import Example, MacroFamily
+from neuronjax.primitives.options import QuantizationType, member, refuses
+from neuronjax.primitives.output_projection import (
+    quantized_rules,  # noqa: F401  enters the rows
+)
 from neuronjax.primitives.output_projection.rules import core_count, facts
 from neuronjax.primitives.tile import (
     MemrefTile,
@@ -23,15 +34,23 @@ from neuronjax.primitives.tile import (
 )
 
 NAME, BACKWARD = "OutputProjection", "OutputProjectionBwd"
+QUANTIZED = "OutputProjection (static fp8)"
 Operand = Array | MemrefTile
+INSTEAD = "STATIC, ROW, STATIC_MX and unquantized weights [N*D, H] are"
+# What `quantization_type` may be before it is looked at; ROW_MX breaks a rule.
+BUILT = tuple(kind for kind in QuantizationType if kind is not QuantizationType.MX)
 
 
+@refuses(INSTEAD, quantization_type=BUILT)
 @contracts.contracted(facts(None))
 def output_projection_kernel(
     attention: Operand,
     weight: Operand,
     bias: Operand | None = None,
+    weight_scale: Operand | None = None,
+    input_scale: Operand | None = None,
     *,
+    quantization_type: QuantizationType | str = "NONE",
     form: str = "BNDS",
     transpose_out: bool = False,
     lnc: int | None = None,
@@ -44,6 +63,9 @@ def output_projection_kernel(
         attention: `[B, N, D, S]` or `[D, B, N, S]`; a tile lies on `D`.
         weight: `[N*D, H]`; a tile is of `[N, D, H]`, on `D`.
         bias: `[1, H]`; a tile lies on `H`.
+        weight_scale: as in the public functions; a tile lies on its columns.
+        input_scale: as in the public functions; a tile lies on its column.
+        quantization_type: `NONE`, `STATIC`, `ROW`, or for `"BNDS"` `STATIC_MX`.
         form: `"BNDS"` (prefill) or `"DBNS"` (decode).
         transpose_out: decode only: the transposed layout of `output_projection_tkg`.
         lnc: the cores of that layout.
@@ -56,6 +78,7 @@ def output_projection_kernel(
     """
     operands: tuple[Any, ...] = (attention, weight, bias)
     is_tiled = is_all_io_type_memref_tile(operands, "output_projection_kernel")
+    require_divisors("output_projection_kernel", input_scale=input_scale)
     config = dict(
         form=form,
         transpose_out=bool(transpose_out),
@@ -64,9 +87,14 @@ def output_projection_kernel(
         is_tiled=is_tiled,
         **hints,
     )
+    kind = member(QuantizationType, quantization_type)
+    if kind is not QuantizationType.NONE:
+        operands += (weight_scale, input_scale)
+        config |= dict(quantization=kind.name, is_fp8_kernel=is_fp8(weight.dtype))
     if not is_tiled:
         return output_projection(*operands, name=NAME, **config)[0]
-    tiles = dict(zip(("attention", "weight", "bias"), operands, strict=True))
+    names = ("attention", "weight", "bias", "weight_scale", "input_scale")
+    tiles = dict(zip(names, operands, strict=False))
     require_partitions("output_projection_kernel", **tiles)
     data = [None if tile is None else tile.data for tile in operands]
     axis = 2 if form == "BNDS" else 0 if transpose_out else 1
@@ -75,23 +103,56 @@ def output_projection_kernel(
     return out
 
 
+def _leaf(*operands, **config):
+    if "quantization" in config:
+        return quantized.quantized_output_projection_fwd(*operands, **config)
+    return kernel.output_projection_fwd(*operands, **config)
+
+
+def _plain(*operands, **config):
+    if "quantization" in config:
+        return quantized.quantized_output_projection_plain(*operands, **config)
+    return kernel.output_projection_plain(*operands, **config)
+
+
 def _emit_backward(operands, outs, cotangents, *, name, **config):
     has_bias = operands[2] is not None
     grads = output_projection_backward(
         *operands, *cotangents, name=BACKWARD, has_bias=has_bias, **config
     )
-    return grads if has_bias else (*grads, None)
+    grads = grads if has_bias else (*grads, None)
+    if "quantization" not in config:
+        return grads
+    constants = [_no_gradient(x) for x in operands]
+    return (grads[0], constants[1], grads[1], *constants[3:])
 
 
-def _backward_leaf(*args, name, has_bias, **config):
-    grads = kernel.output_projection_bwd(*args, name=name, **config)
+def _no_gradient(x):
+    """Zeros for a constant; nothing for what is absent or fp8."""
+    if x is None or not is_differentiable(x.dtype):
+        return None
+    return jnp.zeros_like(x)
+
+
+def _backward_leaf(*args, has_bias, **config):
+    if "quantization" in config:
+        grads = quantized.quantized_output_projection_bwd(*args, **config)
+        return grads if has_bias else grads[:1]
+    grads = kernel.output_projection_bwd(*args, **config)
     return grads if has_bias else grads[:2]
 
 
-def _plain_backward(attention, weight, bias, d_out, *, name, has_bias, **config):
-    plain = functools.partial(kernel.output_projection_plain, name=NAME, **config)
-    grads = jax.vjp(plain, attention, weight, bias)[1]((d_out,))
-    return grads if has_bias else grads[:2]
+def _plain_backward(*args, name, has_bias, **config):
+    *operands, d_out = args
+    where = [0] if "quantization" in config else [0, 1]
+    where += [2] if has_bias else []
+
+    def run(*moved):
+        new = dict(zip(where, moved, strict=True))
+        given = [new.get(i, x) for i, x in enumerate(operands)]
+        return _plain(*given, name=NAME, **config)
+
+    return jax.vjp(run, *[operands[i] for i in where])[1]((d_out,))
 
 
 def _example(name: str, dtype: Any, batch: int) -> Example:
@@ -100,13 +161,26 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     operands = [
         jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)
     ]
-    config = dict(
+    config: dict[str, Any] = dict(
         form="BNDS", transpose_out=False, cores=None, out_dtype=None, is_tiled=False
     )
+    if name == QUANTIZED:
+        attention, weight, bias = operands[:3]
+        scales = [jnp.full((1, 1), value, jnp.float32) for value in (0.5, 0.125)]
+        config |= dict(quantization="STATIC", is_fp8_kernel=True)
+        weight = weight.astype(jnp.float8_e4m3)
+        return Example(
+            (attention, weight, bias, *scales), config, (0, *[None] * 4), (0,)
+        )
     if name == NAME:
         return Example(tuple(operands[:3]), config, (0, None, None), (0,))
     config["has_bias"] = True
     return Example(tuple(operands), config, (0, None, None, 0), (0, None, None))
+
+
+def _gradient_names(*, has_bias, **config):
+    weight = () if "quantization" in config else ("d_weight",)
+    return ("d_attention", *weight, *(("d_bias",) if has_bias else ()))
 
 
 output_projection_backward = MacroFamily(
@@ -114,17 +188,16 @@ output_projection_backward = MacroFamily(
     (BACKWARD,),
     _backward_leaf,
     plain=_plain_backward,
-    outputs=lambda *, has_bias, **_: ("d_attention", "d_weight", "d_bias")[
-        : 2 + has_bias
-    ],
+    outputs=_gradient_names,
     example=_example,
 )
 output_projection = MacroFamily(
     "output_projection",
     (NAME,),
-    kernel.output_projection_fwd,
-    plain=kernel.output_projection_plain,
+    _leaf,
+    plain=_plain,
     outputs=("out",),
     backward=_emit_backward,
     example=_example,
+    variants=(QUANTIZED,),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
 from neuronjax.primitives.options import QuantizationType, member, members
@@ -17,6 +18,12 @@ PREFILL, DECODE = "output_projection_cte", "output_projection_tkg"
 EMITTER = "output_projection_kernel"
 ALL = (PREFILL, DECODE, EMITTER)
 FORMS = {PREFILL: "BNDS", DECODE: "DBNS"}
+# What each function calls the scales of the weight and of the input.
+SCALES: dict[str, tuple[str, str]] = {
+    PREFILL: ("weight_scales", "input_scales"),
+    DECODE: ("weight_scale", "input_scale"),
+    EMITTER: ("weight_scale", "input_scale"),
+}
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 
 
@@ -35,12 +42,17 @@ def facts(form: str | None):
         if ranked:
             sizes |= zip(layout, shapes[0], strict=True)
         operands = dict(attention=call.attention, weight=call.weight, bias=call.bias)
+        kind = member(QuantizationType, call.quantization_type)
+        scaled = kind not in (None, QuantizationType.NONE)
         width = shapes[1][-1] if ranked else 0
         return dict(
             attention_shape=shapes[0],
             weight_shape=shapes[1],
             bias_shape=getattr(call.bias, "shape", None),
             form=layout,
+            quantization=kind,
+            scales=_scales(call),
+            scale_names=SCALES[call.function],
             layout=", ".join(str(layout)),
             weight_layout="[N, D, H]" if tiled else "[N*D, H]",
             ranked=ranked,
@@ -50,8 +62,8 @@ def facts(form: str | None):
                 call, "TRANSPOSE_OUT", getattr(call, "transpose_out", 0)
             ),
             cores=core_count(getattr(call, "lnc", None), width),
-            odd_dtype=_odd_dtype(operands),
-            off_axis=_off_axis(operands, layout),
+            odd_dtype=_odd_dtype(operands, {"weight"} if scaled else set()),
+            off_axis=_off_axis(operands | _scales(call), layout),
             **sizes,
         )
 
@@ -68,23 +80,33 @@ def core_count(lnc: Any, width: int) -> int | None:
         return None
 
 
-def _odd_dtype(operands: dict[str, Any]) -> str:
+def _scales(call: Any) -> dict[str, Any]:
+    """The scales of weight and input, by their argument names, in this order."""
+    return {name: getattr(call, name) for name in SCALES[call.function]}
+
+
+def _odd_dtype(operands: dict[str, Any], fp8: set[str]) -> str:
+    """The first operand of a dtype that is not built; those of `fp8` may be fp8."""
     for name, x in operands.items():
-        dtype = getattr(x, "dtype", None)
-        if x is not None and dtype not in _DTYPES:
-            return f"{name} of dtype {dtype}"
+        dtype: Any = getattr(x, "dtype", None)
+        if x is None or dtype in _DTYPES or (name in fp8 and is_fp8(dtype)):
+            continue
+        return f"{name} of dtype {dtype}"
     return ""
 
 
 def _off_axis(operands: dict[str, Any], form: str) -> str:
-    axes = dict(attention=2 if form == "BNDS" else 0, weight=1, bias=1)
+    first = 2 if form == "BNDS" else 0
     for name, x in operands.items():
-        if isinstance(x, MemrefTile) and x.axis != axes[name]:
-            return f"{name} axis = {axes[name]}, got {x.axis}"
+        axis = first if name == "attention" else 1
+        if isinstance(x, MemrefTile) and x.axis != axis:
+            return f"{name} axis = {axis}, got {x.axis}"
     return ""
 
 
-def _arguments(tiles: bool = False, **changes: Any) -> Callable[[str], dict[str, Any]]:
+def given_arguments(
+    tiles: bool = False, **changes: Any
+) -> Callable[[str], dict[str, Any]]:
     """Arguments that keep the rules but for `changes`; a tuple is a shape.
 
     `attention` is given as `(B, N, D, S)` and laid out as the function wants it.
@@ -126,8 +148,8 @@ def _floating(dtype: Any) -> bool:
 contracts.add(
     contracts.all_or_none_tiles(
         EMITTER,
-        ("attention", "weight", "bias"),
-        lambda function: _arguments(
+        ("attention", "weight", "bias", *SCALES[EMITTER]),
+        lambda function: given_arguments(
             weight=MemrefTile.from_tensor(jnp.zeros((2, 4, 6)), 1)
         )(function),
     )
@@ -137,7 +159,7 @@ _row(
     (EMITTER,),
     "form must be BNDS or DBNS, got {form}",
     lambda c: c.form not in FORMS.values(),
-    example=_arguments(form="SBND"),
+    example=given_arguments(form="SBND"),
     stage=1,
 )
 _row(
@@ -146,16 +168,16 @@ _row(
     "attention must have shape [{layout}] and weight {weight_layout}, got "
     "{attention_shape} and {weight_shape}",
     lambda c: not c.ranked,
-    example=_arguments(attention=(2, 4, 3)),
+    example=given_arguments(attention=(2, 4, 3)),
     stage=1,
 )
 _row(
     "quantization",
-    (PREFILL, DECODE),
+    ALL,
     f"quantization_type must be one of {members(QuantizationType)}, "
     "got {quantization_type}",
-    lambda c: member(QuantizationType, c.quantization_type) is None,
-    example=_arguments(quantization_type="INT3"),
+    lambda c: c.quantization is None,
+    example=given_arguments(quantization_type="INT3"),
     stage=1,
 )
 _row(
@@ -163,7 +185,9 @@ _row(
     ALL,
     "operands must be floating and at least 16 bits wide, got {odd_dtype}",
     lambda c: c.odd_dtype,
-    example=lambda function: _arguments(weight=jnp.zeros((8, 6), jnp.int8))(function),
+    example=lambda function: given_arguments(weight=jnp.zeros((8, 6), jnp.int8))(
+        function
+    ),
     stage=1,
 )
 _row(
@@ -171,7 +195,7 @@ _row(
     (PREFILL, EMITTER),
     "output_dtype must be floating and at least 16 bits wide, got {output_dtype}",
     lambda c: not _floating(c.output_dtype),
-    example=_arguments(output_dtype="int32"),
+    example=given_arguments(output_dtype="int32"),
     stage=1,
 )
 _row(
@@ -180,7 +204,7 @@ _row(
     "lnc must be a positive Python number, and is for the transposed output only, "
     "got {lnc}",
     lambda c: c.lnc is not None and (not c.transposed or (c.cores or 0) < 1),
-    example=_arguments(lnc=2),
+    example=given_arguments(lnc=2),
     stage=1,
 )
 _row(
@@ -188,7 +212,7 @@ _row(
     (EMITTER,),
     "transpose_out is for form DBNS only, got {form}",
     lambda c: c.transpose_out and c.form != "DBNS",
-    example=_arguments(transpose_out=True),
+    example=given_arguments(transpose_out=True),
     stage=1,
 )
 _row(
@@ -196,7 +220,7 @@ _row(
     (EMITTER,),
     "a tile must lie on its axis: {off_axis}",
     lambda c: c.off_axis,
-    example=lambda function: _arguments(
+    example=lambda function: given_arguments(
         tiles=True, weight=MemrefTile.from_tensor(jnp.zeros((2, 4, 6)), 0)
     )(function),
     stage=1,
@@ -206,14 +230,14 @@ _row(
     ALL,
     "weight must have N*D = {N}*{D} rows, those of attention, got {weight_shape}",
     lambda c: c.weight_shape[:-1] != ((c.N, c.D) if c.tiled else (c.N * c.D,)),
-    example=_arguments(weight=(6, 6)),
+    example=given_arguments(weight=(6, 6)),
 )
 _row(
     "bias",
     ALL,
     "bias must have shape (1, H) = (1, {H}), got {bias_shape}",
     lambda c: c.bias is not None and c.bias_shape != (1, c.H),
-    example=_arguments(bias=(6,)),
+    example=given_arguments(bias=(6,)),
 )
 _row(
     "transposed_width",
@@ -221,7 +245,7 @@ _row(
     "the transposed output needs H in multiples of 128*{cores} for weight, got "
     "{weight_shape}",
     lambda c: c.transposed and c.H % (PARTITIONS * c.cores),
-    example=lambda function: _arguments(
+    example=lambda function: given_arguments(
         **({"form": "DBNS"} if function == EMITTER else {}),
         **{"transpose_out" if function == EMITTER else "TRANSPOSE_OUT": True},
     )(function),
@@ -231,7 +255,7 @@ _row(
     (PREFILL,),
     "the chip takes B*S up to 131072 for attention, got {attention_shape}",
     size=Size("B*S", lambda c: c.B * c.S, maximum=131072, minimum=0),
-    example=_arguments(attention=(1, 2, 4, 131073)),
+    example=given_arguments(attention=(1, 2, 4, 131073)),
     tag="hw",
 )
 _row(
@@ -239,7 +263,7 @@ _row(
     ALL,
     "the chip takes D up to 128 for attention, got {attention_shape}",
     size=Size("D", lambda c: c.D, maximum=128),
-    example=_arguments(attention=(1, 2, 130, 3), weight=(260, 6)),
+    example=given_arguments(attention=(1, 2, 130, 3), weight=(260, 6)),
     tag="hw",
 )
 _row(
@@ -247,7 +271,7 @@ _row(
     (PREFILL,),
     "the chip takes N up to 17 for attention, got {attention_shape}",
     size=Size("N", lambda c: c.N, maximum=17),
-    example=_arguments(attention=(1, 18, 4, 3), weight=(72, 6)),
+    example=given_arguments(attention=(1, 18, 4, 3), weight=(72, 6)),
     tag="hw",
 )
 _row(
@@ -255,7 +279,7 @@ _row(
     (PREFILL,),
     "the chip takes H up to 20705 for weight, got {weight_shape}",
     size=Size("H", lambda c: c.H, maximum=20705),
-    example=_arguments(weight=(8, 20706)),
+    example=given_arguments(weight=(8, 20706)),
     tag="hw",
 )
 _row(
@@ -264,7 +288,7 @@ _row(
     "the chip's transposed output takes N*H up to 163840, 81920 in float32, got "
     "N = {N} for attention and weight {weight_shape}",
     lambda c: c.transposed and c.N * c.H * jnp.dtype(c.weight.dtype).itemsize > 327680,
-    example=lambda function: _arguments(
+    example=lambda function: given_arguments(
         attention=(1, 4, 2, 3), weight=(8, 20736), TRANSPOSE_OUT=True
     )(function),
     tag="hw",
@@ -279,7 +303,7 @@ _row(
         maximum=128,
         minimum=0,
     ),
-    example=_arguments(attention=(1, 2, 4, 129), OUT_IN_SB=True),
+    example=given_arguments(attention=(1, 2, 4, 129), OUT_IN_SB=True),
     tag="hw",
 )
 _row(
@@ -292,6 +316,6 @@ _row(
         lambda c: c.H if c.tiled and c.H > PARTITIONS else PARTITIONS,
         multiple=PARTITIONS,
     ),
-    example=_arguments(tiles=True, weight=(2, 4, 160)),
+    example=given_arguments(tiles=True, weight=(2, 4, 160)),
     tag="hw",
 )
