@@ -18,6 +18,20 @@ from neuronjax.primitives.attention.prefill import (
 )
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.mlp import mlp as mlp
+from neuronjax.primitives.mx import dequantize_mx as dequantize_mx
+from neuronjax.primitives.mx import down_proj_mx as down_proj_mx
+from neuronjax.primitives.mx import gate_up_proj_mx as gate_up_proj_mx
+from neuronjax.primitives.mx import mx_matmul as mx_matmul
+from neuronjax.primitives.mx import (
+    mxfp_load_performance_wrapper as mxfp_load_performance_wrapper,
+)
+from neuronjax.primitives.mx import pack_mx as pack_mx
+from neuronjax.primitives.mx import quantize_mx as quantize_mx
+from neuronjax.primitives.mx import quantize_mx_weight as quantize_mx_weight
+from neuronjax.primitives.mx import quantize_to_mx as quantize_to_mx
+from neuronjax.primitives.mx import unpack_mx as unpack_mx
+from neuronjax.primitives.norm_tkg import layernorm_tkg as layernorm_tkg
+from neuronjax.primitives.norm_tkg import rmsnorm_tkg as rmsnorm_tkg
 from neuronjax.primitives.options import ActFnType as ActFnType
 from neuronjax.primitives.options import NormType as NormType
 from neuronjax.primitives.options import QuantizationType as QuantizationType
@@ -34,6 +48,12 @@ from neuronjax.primitives.qkv import qkv_tkg as qkv_tkg
 from neuronjax.primitives.reduce import layer_norm as layer_norm
 from neuronjax.primitives.reduce import rms_norm as rms_norm
 from neuronjax.primitives.registry import resolve_kernel_config as resolve_kernel_config
+from neuronjax.primitives.rmsnorm_quant import (
+    RmsNormQuantKernelArgs as RmsNormQuantKernelArgs,
+)
+from neuronjax.primitives.rmsnorm_quant import pack_rows as pack_rows
+from neuronjax.primitives.rmsnorm_quant import rmsnorm_quant as rmsnorm_quant
+from neuronjax.primitives.rmsnorm_quant import unpack_rows as unpack_rows
 from neuronjax.primitives.rope import RoPE as RoPE
 from neuronjax.primitives.rope import rope_hf as rope_hf
 from neuronjax.primitives.router_topk import expert_counts as expert_counts

@@ -1,0 +1,1 @@
+"""Block-scaled (MX) values: formats, blocks, layouts, and products with them."""

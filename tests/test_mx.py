@@ -1,0 +1,401 @@
+"""MX blocks: codes, scales, layouts and products, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import neuronjax
+from neuronjax.kernels.mx import formats, layout, linear, product, quantize
+from neuronjax.primitives import registry
+from tests import mx_equations as equations
+from tests.mx_equations import FORMATS
+
+ORDERS = [
+    ("hidden", 1024),
+    ("contiguous", 96),
+    ("interleaved", 64),
+    ("intermediate", 64),
+    ("intermediate", 90),
+    ("intermediate", 512),
+    ("intermediate", 552),
+]
+
+forward = jax.jit(linear.mx_linear_fwd, static_argnames=("kind", "order"))
+backward = jax.jit(linear.mx_linear_bwd, static_argnames=("kind", "order"))
+pack_weight = jax.jit(layout.pack_weight, static_argnums=(1, 2))
+unpack_weight = jax.jit(layout.unpack_weight, static_argnums=(2, 3, 4))
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def weight(k, n, order, name, seed=0):
+    packed, scale = equations.packed_weight(normal(k, n, seed=seed), order, name)
+    dense = equations.rounded_rows(normal(k, n, seed=seed).T, order, name).T
+    return jnp.asarray(packed), jnp.asarray(scale), dense
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_decodes_to_its_value(name):
+    kind = formats.FORMATS[name]
+    codes = jnp.arange(2**kind.bits, dtype=jnp.uint8)
+    got = np.asarray(jax.jit(lambda c: formats.decode(c, kind))(codes))
+    wanted = equations.all_values(name)
+    np.testing.assert_array_equal(got, wanted)
+    number = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(got[number]), np.signbit(wanted[number]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_encoding_rounds_to_nearest_even_and_saturates(name):
+    """R-22: bit for bit, on all float32 exponents, ties and their neighbours."""
+    kind, rng = formats.FORMATS[name], np.random.default_rng(1)
+    values = equations.all_values(name)
+    values = np.sort(values[np.isfinite(values)])
+    ties = (values[1:] + values[:-1]) / np.float32(2)
+    near = [np.nextafter(ties, np.float32(side)) for side in (np.inf, -np.inf)]
+    bits = rng.integers(0, 2**32, 20000, dtype=np.uint32).view(np.float32)
+    ends = np.array([0.0, -0.0, np.inf, -np.inf, 1e-45], np.float32)
+    x = np.concatenate([values, ties, *near, bits[~np.isnan(bits)], ends])
+    got = np.asarray(jax.jit(lambda x: formats.encode(x, kind))(x))
+    np.testing.assert_array_equal(got, equations.cast(x, name).view(np.uint8))
+
+
+def test_overflow_saturates_and_nan_stays():
+    """R-22."""
+    x = jnp.array([[448, 464, 465, 1000, -1000, jnp.nan, jnp.inf, 0]])
+    got = neuronjax.unpack_mx(neuronjax.pack_mx(x))[0]
+    wanted = [448, 448, 448, 448, -448, np.nan, 448, 0]
+    np.testing.assert_array_equal(got, np.float32(wanted))
+    x = jnp.array([[jnp.nan, 7, -jnp.inf, 0.2]])
+    packed = neuronjax.pack_mx(x, "float4_e2m1fn")
+    got = neuronjax.unpack_mx(packed, "float4_e2m1fn")[0]
+    np.testing.assert_array_equal(got, np.float32([6, 6, -6, 0]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_containers_are_little_endian(name):
+    kind = formats.FORMATS[name]
+    codes = np.random.default_rng(2).integers(0, 2**kind.bits, (6, 24), dtype=np.uint8)
+    packed = formats.pack(jnp.asarray(codes), kind)
+    if kind.bits == 8:
+        wanted = codes.view("<u4")
+    else:
+        wanted = (codes[:, ::2] | codes[:, 1::2] << 4).view("<u2")
+    np.testing.assert_array_equal(packed, wanted)
+    assert packed.dtype == wanted.dtype
+    np.testing.assert_array_equal(formats.unpack(packed, kind), codes)
+    for q in range(4):
+        np.testing.assert_array_equal(formats.element(packed, kind, q), codes[:, q::4])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_quantizing_follows_its_equations(name, dtype):
+    x = normal(16, 24) * 2.0 ** np.random.default_rng(3).integers(-9, 9, (16, 24))
+    x = jnp.asarray(x.astype(np.float32)).astype(dtype)
+    packed, scale = neuronjax.quantize_to_mx(x, f"{name}_x4")
+    blocks = np.asarray(x, np.float32).reshape(2, 8, 6, 4).transpose(0, 2, 1, 3)
+    values, wanted = equations.quantize(blocks.reshape(2, 6, 32), name)
+    np.testing.assert_array_equal(scale, wanted[..., 0])
+    values = values.reshape(2, 6, 8, 4).transpose(0, 2, 1, 3).reshape(16, 24)
+    np.testing.assert_array_equal(neuronjax.unpack_mx(packed, name), values)
+    powers = np.repeat(np.repeat(wanted[..., 0], 8, 0), 4, 1) - 127.0
+    got = neuronjax.dequantize_mx(packed, scale, getattr(ml_dtypes, name))
+    np.testing.assert_array_equal(got, values * 2.0**powers)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_of_a_block_is_off_by_at_most_what_saturates(name):
+    x = normal(8, 400)
+    packed, scale = neuronjax.quantize_to_mx(x, name)
+    got = np.asarray(neuronjax.dequantize_mx(packed, scale, name))
+    blocks, values = (z.reshape(8, 100, 4) for z in (x, got))
+    size = np.abs(blocks).max((0, 2))
+    # Half a step of the mantissa, or the end of it: 2 to the format's largest mantissa.
+    bound = 1 - equations.LARGEST[name] / 2.0 ** (equations.MAX_EXPONENT[name] + 1)
+    assert (np.abs(blocks - values).max((0, 2)) <= bound * size).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zero_blocks_stay_zero_and_finite(name):
+    """R-21."""
+    x = np.zeros((16, 8), np.float32)
+    x[8:, 4:] = 3.0
+    packed, scale = neuronjax.quantize_to_mx(x, name)
+    assert scale[0].tolist() == [0, 0] and not np.asarray(packed[:8]).any()
+    np.testing.assert_array_equal(neuronjax.dequantize_mx(packed, scale, name), x)
+
+
+def test_infinity_and_nan_are_never_silent():
+    x = np.ones((8, 12), np.float32)
+    x[0, 0], x[1, 5] = -np.inf, np.nan
+    for name in FORMATS:
+        packed, scale = neuronjax.quantize_to_mx(x, name)
+        got = np.asarray(neuronjax.dequantize_mx(packed, scale, name))
+        assert np.isnan(got[1, 5]) and not np.isnan(got[:, :4]).any()
+        assert got[0, 0] <= -1.5 * 2.0**127
+        assert got[0, 0] == -np.inf or name == "float4_e2m1fn"
+        np.testing.assert_array_equal(got[:, 8:], 1)
+    assert scale[0, 1] == 255 and np.isnan(got[:, 4:8]).all(), "float4: the block"
+
+
+def test_tiny_blocks_are_exact_down_to_the_stored_scale():
+    """The smallest scale is a subnormal power; its values are normal float32."""
+    x = np.full((8, 4), 448 * 2.0**-127, np.float32)
+    packed, scale = neuronjax.quantize_to_mx(x)
+    assert scale[0, 0] == 0
+    np.testing.assert_array_equal(neuronjax.dequantize_mx(packed, scale), x)
+    # Below it the vendor's stored scale ends, and the block comes back too large.
+    packed, scale = neuronjax.quantize_to_mx(x / 4)
+    assert scale[0, 0] == 0
+    np.testing.assert_array_equal(neuronjax.dequantize_mx(packed, scale), x)
+
+
+def test_the_top_scale_reads_as_nan():
+    packed = neuronjax.pack_mx(jnp.array([[0.0, 1.0, 2.0, 3.0]] * 8))
+    got = neuronjax.dequantize_mx(packed, jnp.array([[255]], jnp.uint8))
+    assert np.isnan(got).all()
+
+
+def test_scales_lie_on_top_of_their_quadrants():
+    packed, scale = neuronjax.quantize_mx(normal(96, 8))
+    plain, wanted = neuronjax.quantize_to_mx(normal(96, 8))
+    np.testing.assert_array_equal(packed, plain)
+    for block in range(12):
+        row = 32 * (block // 4) + block % 4
+        np.testing.assert_array_equal(scale[row], wanted[block])
+        scale = scale.at[row].set(0)
+    assert not np.asarray(scale).any()
+    back = quantize.from_hardware_scale(quantize.to_hardware_scale(wanted))
+    np.testing.assert_array_equal(back, wanted)
+
+
+@pytest.mark.parametrize("names", [FORMATS[:2], FORMATS[1:], FORMATS[::-2]])
+def test_matmul_contracts_partitions_and_packed_elements(names):
+    stationary, moving = normal(24, 3 * 4), normal(24, 5 * 4, seed=1)
+    s, m = (
+        neuronjax.quantize_to_mx(x, n)
+        for x, n in zip((stationary, moving), names, strict=True)
+    )
+    # Columns of a scale array beyond the data's own are not read.
+    more = jnp.pad(m[1], ((0, 0), (0, 2)), constant_values=255)
+    got = neuronjax.mx_matmul(s[0], m[0], s[1], more, *names)
+    left, right = (
+        np.asarray(neuronjax.dequantize_mx(*x, n), np.float64).reshape(24, -1, 4)
+        for x, n in zip((s, m), names, strict=True)
+    )
+    wanted = np.einsum("piq,pjq->ij", left, right)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("order", "size"), ORDERS)
+def test_a_contraction_axis_fills_its_blocks(order, size):
+    x = jnp.arange(1.0, size + 1)
+    blocks = layout.to_blocks(x, order)
+    p, r = equations.shape_of(order, size)
+    assert blocks.shape == (4, p, r)
+    np.testing.assert_array_equal(layout.from_blocks(blocks, order, size), x)
+    held = np.asarray(blocks)
+    for q, i, j in np.ndindex(*held.shape):
+        row = equations.row_of(order, size, q, i, j)
+        assert held[q, i, j] == (0 if row is None else row + 1)
+
+
+@pytest.mark.parametrize(("order", "size"), ORDERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_packed_and_comes_back(order, size, name):
+    kind, w = formats.FORMATS[name], normal(size, 5)
+    packed, scale = pack_weight(jnp.asarray(w), order, kind)
+    wanted = equations.packed_weight(w, order, name)
+    np.testing.assert_array_equal(packed, wanted[0])
+    np.testing.assert_array_equal(scale, wanted[1])
+    back = unpack_weight(packed, scale, order, kind, size)
+    np.testing.assert_array_equal(back, equations.rounded_rows(w.T, order, name).T)
+
+
+def test_the_public_weight_has_the_shape_that_its_projection_reads():
+    for order, size, shape in [
+        ("hidden", 512, (128, 1, 6)),
+        ("intermediate", 64, (16, 1, 6)),
+        ("intermediate", 1024, (128, 2, 6)),
+        ("contiguous", 64, (16, 6)),
+        ("interleaved", 64, (16, 6)),
+    ]:
+        packed, scale = neuronjax.quantize_mx_weight(normal(size, 6), order)
+        assert packed.shape == shape and packed.dtype == jnp.uint16
+        assert scale.shape == (shape[0] // 8, *shape[1:])
+
+
+def test_hidden_columns_are_swizzled_and_back():
+    x = jnp.arange(2048.0).reshape(2, 1024)
+    y = layout.swizzle_hidden(x)
+    np.testing.assert_array_equal(layout.unswizzle_hidden(y), x)
+    held = np.asarray(y[1])
+    for q, t, p in np.ndindex(4, 2, 128):
+        assert held[(q * 2 + t) * 128 + p] == 1024 + 512 * t + 4 * p + q
+
+
+@pytest.mark.parametrize("size", [32, 64, 90, 552])
+def test_a_bias_lies_as_the_result_does(size):
+    row = jnp.arange(1.0, size + 1)
+    bias = layout.row_to_bias(row)
+    np.testing.assert_array_equal(layout.bias_to_row(bias, size), row)
+    result = layout.to_partitions(layout.to_blocks(row[None], "intermediate"))
+    np.testing.assert_array_equal(result[: bias.shape[0], :, 0], bias)
+
+
+def test_the_swizzled_load_transposes_and_quantizes_each_group():
+    x = normal(128, 1024, dtype=ml_dtypes.bfloat16)
+    data, scale = neuronjax.mxfp_load_performance_wrapper(jnp.asarray(x))
+    assert data.shape == scale.shape == (128, 256)
+    for group in (0, 1):
+        part = x[:, 512 * group : 512 * (group + 1)].reshape(128, 128, 4)
+        part = np.ascontiguousarray(part.transpose(1, 0, 2)).reshape(128, 512)
+        wanted = neuronjax.quantize_mx(jnp.asarray(part))
+        columns = slice(128 * group, 128 * (group + 1))
+        np.testing.assert_array_equal(data[:, columns], wanted[0])
+        np.testing.assert_array_equal(scale[:, columns], wanted[1])
+
+
+@pytest.mark.parametrize(("size", "rows"), [(32, 1), (40, 2), (512, 3), (552, 2)])
+@pytest.mark.parametrize("names", [FORMATS[:2], FORMATS[1:]])
+def test_the_projections_multiply_what_the_operands_hold(size, rows, names):
+    """R-25: partial tiles; what lies in the padding is poisoned."""
+    x = normal(rows, 1024, seed=5)
+    hidden = equations.packed_weight(x.T, "hidden", names[0])
+    packed, scale, dense = weight(1024, size, "hidden", names[1])
+    bias = layout.row_to_bias(jnp.asarray(normal(size, seed=6)))
+    sizes = dict(H=1024, I=size, BxS=rows)
+    call = (*map(jnp.asarray, hidden), packed, scale, bias)
+    got = neuronjax.gate_up_proj_mx(
+        *call, **sizes, hidden_dtype=names[0], weight_dtype=names[1]
+    )
+    wanted = equations.rounded_rows(x, "hidden", names[0]) @ dense
+    wanted = wanted + normal(size, seed=6)
+    inside = layout.to_partitions(layout.to_blocks(jnp.ones((rows, size)), "x"))
+    logical = layout.from_blocks(layout.from_partitions(got), "x", size)
+    np.testing.assert_allclose(logical, wanted, rtol=2e-5, atol=2e-4)
+    assert not np.asarray(jnp.where(inside > 0, 0, got)).any()
+
+    packed, scale, dense = weight(size, 20, "intermediate", names[1], seed=7)
+    poisoned = jnp.where(inside > 0, got, jnp.nan)
+    out_bias = jnp.asarray(normal(1, 20))
+    sizes = dict(H=20, I=size, BxS=rows)
+    out = neuronjax.down_proj_mx(
+        poisoned, packed, scale, out_bias, **sizes, weight_dtype=names[1]
+    )
+    middle = equations.rounded_rows(np.asarray(logical), "intermediate")
+    wanted = middle @ dense + np.asarray(out_bias)
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize(("order", "size"), [ORDERS[0], ORDERS[2], ORDERS[4]])
+def test_the_derivative_passes_straight_through(order, size):
+    """Zero where a value saturates, the dequantized weight's elsewhere."""
+    kind = formats.E4M3FN
+    packed, scale, dense = weight(size, 7, order, kind.name)
+    x, dy, dx = normal(9, size, seed=8), normal(9, 7), normal(9, size)
+
+    def run(x):
+        return linear.mx_linear_fwd(x, packed, scale, kind=kind, order=order)
+
+    y, pull = jax.vjp(jax.jit(run), jnp.asarray(x))
+    pull = jax.jit(pull)
+    np.testing.assert_allclose(
+        y, equations.rounded_rows(x, order) @ dense, rtol=1e-5, atol=1e-4
+    )
+    live = ~equations.saturated_rows(x, order)
+    assert 0 < live.sum() < live.size
+    np.testing.assert_allclose(
+        pull(jnp.asarray(dy))[0], live * (dy @ dense.T), rtol=1e-4, atol=1e-4
+    )
+    _, tangent = jax.jit(lambda *a: jax.jvp(run, a[:1], a[1:]))(x, dx)
+    np.testing.assert_allclose(tangent, (live * dx) @ dense, rtol=1e-4, atol=1e-4)
+    operands = jnp.asarray(dy), jnp.asarray(x), packed, scale
+    dx = backward(*operands, kind=kind, order=order)
+    np.testing.assert_allclose(dx, live * (dy @ dense.T), rtol=1e-4, atol=1e-4)
+
+
+def test_the_down_projection_has_a_derivative_in_its_activations():
+    packed, scale, dense = weight(64, 6, "intermediate", "float4_e2m1fn")
+    inter = jnp.asarray(normal(128, 1, 2, 4))
+    sizes = dict(H=6, I=64, BxS=2)
+
+    def run(inter, bias):
+        return neuronjax.down_proj_mx(inter, packed, scale, bias, **sizes).sum()
+
+    d_inter, d_bias = jax.jit(jax.grad(run, (0, 1)))(inter, jnp.zeros((1, 6)))
+    np.testing.assert_array_equal(d_bias, [[2.0] * 6])
+    rows = np.asarray(inter[:16, 0]).transpose(1, 2, 0).reshape(2, 64)
+    live = ~equations.saturated_rows(rows, "intermediate")
+    wanted = (live * dense.sum(1)).reshape(2, 4, 16).transpose(2, 0, 1)
+    np.testing.assert_allclose(d_inter[:16, 0], wanted, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(d_inter[16:]).any()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 300), (3, 128), (3, 1100)])
+def test_columns_that_do_not_fill_a_block_are_multiplied(rows, columns, monkeypatch):
+    """R-25."""
+    monkeypatch.setattr(product, "DECODED", 1 << 12)
+    jax.clear_caches()
+    packed, scale, dense = weight(64, columns, "contiguous", "float8_e5m2")
+    kind, x = formats.E5M2, jnp.asarray(normal(rows, 64))
+    y = forward(x, packed, scale, kind=kind, order="contiguous")
+    wanted = equations.rounded_rows(np.asarray(x), "contiguous") @ dense
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-4)
+    dx = jax.jit(product.product_bwd, static_argnums=3)(y, packed, scale, kind)
+    dx = layout.from_blocks(dx, "contiguous", 64)
+    np.testing.assert_allclose(dx, np.float64(y) @ dense.T, rtol=1e-5, atol=1e-3)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        packed, scale, dense = weight(64, 5, "contiguous", "float8_e4m3fn")
+        x = jnp.asarray(normal(2, 64), jnp.float64)
+        run = jax.jit(
+            lambda x: linear.mx_linear_fwd(
+                x, packed, scale, kind=formats.E4M3FN, order="contiguous"
+            )
+        )
+        y, pull = jax.vjp(run, x)
+        wanted = equations.rounded_rows(np.asarray(x), "contiguous") @ dense
+        assert y.dtype == pull(y)[0].dtype == jnp.float64
+        np.testing.assert_allclose(y, wanted, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_weight_is_never_widened_as_a_whole(backward):
+    """What XLA keeps beside the operands is one block, not the matrix."""
+    k, n = 1024, 8192
+    packed = jax.ShapeDtypeStruct((k // 4, 1, n), jnp.uint32)
+    scale = jax.ShapeDtypeStruct((k // 32, 1, n), jnp.uint8)
+    x = jax.ShapeDtypeStruct((2, n) if backward else (2, 4, k // 4, 1), jnp.float32)
+    run = product.product_bwd if backward else product.product_fwd
+    lowered = jax.jit(run, static_argnums=3).lower(x, packed, scale, formats.E4M3FN)
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert used < k * n * 2 / 3, f"{used} bytes; the weight in bfloat16 has {k * n * 2}"
+
+
+def test_block_scaled_instructions_are_no_macros():
+    for name in ("MatMulMX", "QuantizeMX"):
+        assert name not in registry.CATALOG
+
+
+def test_a_suggested_size_passes():
+    """R-26."""
+    report = neuronjax.can("quantize_mx", np.zeros((40, 6), np.float32))
+    assert dict(report.nearest) == {"P": 32, "F": 8}
+    data, _ = neuronjax.quantize_mx(np.zeros((32, 8), np.float32))
+    assert data.shape == (32, 2)
+
+
+def test_quantizing_maps_and_compiles():
+    x = jnp.asarray(normal(3, 8, 8))
+    wanted = [neuronjax.quantize_to_mx(part) for part in x]
+    got = jax.jit(jax.vmap(neuronjax.quantize_to_mx))(x)
+    for a, b in zip(got, zip(*wanted, strict=True), strict=True):
+        np.testing.assert_array_equal(a, jnp.stack(b))
