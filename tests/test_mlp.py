@@ -9,9 +9,10 @@ import pytest
 from jax.test_util import check_grads
 
 import neuronjax
-from neuronjax import ActFnType, MemrefTile, NormType
+from neuronjax import ActFnType, NormType
 from neuronjax.emit import mlp_fused_add_kernel, mlp_kernel
 from neuronjax.kernels.mlp import dense
+from neuronjax.kernels.mlp.operands import Operands
 from neuronjax.primitives.mlp.facts import ARGUMENTS
 from tests.mlp_equations import (
     COMBINATIONS,
@@ -91,12 +92,12 @@ def _leaf(combination=FULL, dtype="float32", lead=(2, 3)):
     """Operands, config and outputs of the leaf, and cotangents of ones."""
     arrays, settings, residual = call_of(combination, dtype=dtype, lead=lead)
     names = {v: k for k, v in ARGUMENTS["mlp"].items()}
-    ops = dense.Operands(**{names[key]: x for key, x in arrays.items()})
+    ops = Operands(**{names[key]: x for key, x in arrays.items()})
     norm = {"NO_NORM": "none", "RMS_NORM": "rms", "LAYER_NORM": "layer"}
     added = {"stored": "prologue"}.get(combination[1], combination[1])
     config = dict(
         activation=settings["activation_fn"],
-        norm=norm[settings["normalization_type"]],
+        norm=norm[str(settings["normalization_type"])],
         eps=1e-3,
         fused_add=added,
         store_fused_add=settings["store_fused_add_result"],
@@ -239,14 +240,7 @@ def test_the_path_and_placement_change_no_value():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("quantization_type", "ROW"),
         ("quantization_type", "MX"),
-        ("gate_w_scale", jnp.ones((128, 1))),
-        ("up_w_scale", jnp.ones((128, 1))),
-        ("down_w_scale", jnp.ones((128, 1))),
-        ("gate_up_in_scale", jnp.ones((128, 1))),
-        ("down_in_scale", jnp.ones((128, 1))),
-        ("quant_clipping_bound", 1.0),
         ("store_output_in_sbuf", True),
         ("sbm", object()),
     ],
@@ -256,18 +250,6 @@ def test_an_option_that_is_not_built_refuses(option, value):
     arrays, settings, _ = call_of(PLAIN, dtype="float32")
     with pytest.raises(NotImplementedError, match=f"mlp: {option} = .* not built yet"):
         neuronjax.mlp(**arrays, **settings, **{option: value})
-
-
-@pytest.mark.parametrize("emitter", ["quant_mlp_kernel", "quant_mlp_fused_add_kernel"])
-def test_quantized_emitters_refuse_and_keep_their_contracts(emitter):
-    """R-27."""
-    emit = getattr(neuronjax.emit, emitter)
-    x, w = jnp.ones((1, 2, 8)), jnp.ones((8, 8))
-    with pytest.raises(NotImplementedError, match=f"{emitter}: quantized weights"):
-        emit(x, w, w, w, gate_up_w_scale=jnp.ones((1, 8)))
-    mixed = f"Inputs/outputs to {emitter} must be all tensors or all tiles, not a mix"
-    with pytest.raises(ValueError, match=mixed):
-        emit(MemrefTile.from_tensor(x, 2), w, w, w)
 
 
 def test_a_narrow_weight_without_scales_is_refused():

@@ -11,6 +11,7 @@ import neuronjax
 from neuronjax import MemrefTile
 from neuronjax.emit import mlp_fused_add_kernel, mlp_kernel
 from neuronjax.kernels.mlp import dense
+from neuronjax.kernels.mlp.operands import Operands
 from neuronjax.primitives.mlp.facts import ARGUMENTS
 from tests.mlp_equations import (
     EPILOGUE,
@@ -72,7 +73,7 @@ def test_tiles_of_two_axes_are_enough():
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_the_tiled_leaf_puts_no_operand_together_again(which):
     _, tensors, tiles = tiled_call(FULL, 256, 384)
-    names = dense.Operands._fields
+    names = Operands._fields
     data = {k: getattr(t, "data", None) for k, t in tiles.items()}
     data["addend"] = data.pop("fused_add")
     ops = [data.get(key) for key in names]

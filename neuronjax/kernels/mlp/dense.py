@@ -11,8 +11,7 @@ say where the features of an array lie.
 """
 
 import string
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,58 +22,18 @@ from neuronjax.kernels.activation import activation, activation_grad
 from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.feature import LAST, TILE, per_feature, sum_rows, wide
 from neuronjax.kernels.layer_norm import layer_norm_bwd, layer_norm_fwd
+from neuronjax.kernels.mlp.operands import (
+    Operands,
+    Options,
+    live_operands,
+    parts,
+    stored_dtype,
+)
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
 from neuronjax.kernels.shard_common import contract
 
 Vector = Float[Array, "..."]
 Like = jax.Array | None
-Option = Any  # an array, or None; the config bag says which are there
-
-
-class Options(NamedTuple):
-    """The config bag of the macro `MLP`."""
-
-    activation: str = "SiLU"
-    norm: str = "none"
-    eps: float = 1e-6
-    skip_gate: bool = False
-    gate_clamp_upper_limit: float | None = None
-    gate_clamp_lower_limit: float | None = None
-    up_clamp_upper_limit: float | None = None
-    up_clamp_lower_limit: float | None = None
-    fused_add: str = "none"
-    store_fused_add: bool = False
-    out_dtype: str | None = None
-    is_tiled: bool = False
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Options":
-        """Reads a config bag; its other entries are hints, which change no value."""
-        return cls(**{key: config[key] for key in cls._fields if key in config})
-
-    @property
-    def gate_limits(self) -> tuple[float | None, float | None]:
-        return self.gate_clamp_lower_limit, self.gate_clamp_upper_limit
-
-    @property
-    def up_limits(self) -> tuple[float | None, float | None]:
-        return self.up_clamp_lower_limit, self.up_clamp_upper_limit
-
-
-class Operands(NamedTuple):
-    """The operands of the macro `MLP`, in order. An absent option is None."""
-
-    hidden: jax.Array
-    gate_w: Option
-    up_w: jax.Array
-    down_w: jax.Array
-    gamma: Option = None
-    beta: Option = None
-    gate_b: Option = None
-    up_b: Option = None
-    down_b: Option = None
-    addend: Option = None
-    residual: Option = None
 
 
 class Rows:
@@ -149,7 +108,7 @@ def _product(spec: str, x: jax.Array, y: jax.Array, *, like: Like) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=accumulator(dtype))
 
 
-def _plus(y: jax.Array, bias: jax.Array | None, axes: tuple[int, ...]) -> jax.Array:
+def plus(y: jax.Array, bias: jax.Array | None, axes: tuple[int, ...]) -> jax.Array:
     return y if bias is None else y + per_feature(bias, y, axes).astype(y.dtype)
 
 
@@ -168,7 +127,7 @@ def _where_inside(
     return dx if lower is None else jnp.where(x < lower, 0, dx)
 
 
-def _norm(x0: jax.Array, ops: Operands, opts: Options, axes: tuple[int, ...]):
+def norm_fwd(x0: jax.Array, ops: Operands, opts: Options, axes: tuple[int, ...]):
     """The normalised input in the dtype of the products, and the norm's statistics."""
     dtype, eps = ops.hidden.dtype, opts.eps
     if opts.norm == "none":
@@ -183,7 +142,7 @@ def _norm(x0: jax.Array, ops: Operands, opts: Options, axes: tuple[int, ...]):
     return x, stats
 
 
-def _norm_bwd(dx, x0, stats, ops: Operands, opts: Options, axes: tuple[int, ...]):
+def norm_bwd(dx, x0, stats, ops: Operands, opts: Options, axes: tuple[int, ...]):
     """The cotangents of the norm's input, `gamma` and `beta`."""
     if opts.norm == "none":
         return dx, None, None
@@ -195,35 +154,57 @@ def _norm_bwd(dx, x0, stats, ops: Operands, opts: Options, axes: tuple[int, ...]
     return dx0, d_gamma, None
 
 
-def _added(ops: Operands, opts: Options) -> jax.Array:
+def prologue_sum(ops: Operands, opts: Options) -> jax.Array:
     """The prologue's sum, not yet rounded."""
     if opts.fused_add != "prologue":
         return ops.hidden
     return wide(ops.hidden) + ops.addend.astype(wide(ops.hidden).dtype)
 
 
-def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
-    x0 = _added(ops, opts)
-    x, _ = _norm(x0, ops, opts, at.axes)
-    dtype = ops.hidden.dtype
-    up = _plus(at.project(x, ops.up_w, ops.down_w), ops.up_b, at.axes)
+def middle_of(stored: tuple, opts: Options) -> jax.Array:
+    """The gated values from the pre-activations."""
+    *gate, up = stored
     clamped_up = _clamp(up, opts.up_limits)
     if opts.skip_gate:
-        middle, stored = activation(clamped_up, opts.activation), (up,)
-    else:
-        gate = _plus(at.project(x, ops.gate_w, ops.down_w), ops.gate_b, at.axes)
-        opened = activation(_clamp(gate, opts.gate_limits), opts.activation)
-        middle, stored = opened * clamped_up, (gate, up)
-    out = at.project(middle.astype(dtype), ops.down_w, ops.hidden, like=ops.hidden)
-    out = _plus(out, ops.down_b, at.axes)
+        return activation(clamped_up, opts.activation)
+    opened = activation(_clamp(gate[0], opts.gate_limits), opts.activation)
+    return opened * clamped_up
+
+
+def finished(
+    y: jax.Array, x0: jax.Array, stored: tuple, ops: Operands, opts: Options, at: Any
+) -> tuple[jax.Array, ...]:
+    """The outputs from the last product: its bias, the residual, the dtypes."""
+    dtype = stored_dtype(ops, opts)
+    out, out_dtype = plus(y, ops.down_b, at.axes), opts.out_dtype or dtype
     if opts.fused_add == "epilogue":
         out = out + ops.residual.astype(out.dtype)
-    out_dtype = opts.out_dtype or dtype
     added = (x0.astype(out_dtype),) if opts.store_fused_add else ()
     return out.astype(out_dtype), *added, *(z.astype(dtype) for z in stored)
 
 
-def _middle_grads(d_middle, stored, d_stored, opts: Options):
+def pre_activations(project, ops: Operands, opts: Options, at: Any) -> tuple:
+    """Gate (unless skipped) and up, after the bias; `project` takes an operand."""
+    up = plus(project("up_w"), ops.up_b, at.axes)
+    if opts.skip_gate:
+        return (up,)
+    return plus(project("gate_w"), ops.gate_b, at.axes), up
+
+
+def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
+    x0 = prologue_sum(ops, opts)
+    x, _ = norm_fwd(x0, ops, opts, at.axes)
+
+    def project(key: str) -> jax.Array:
+        return at.project(x, getattr(ops, key), ops.down_w)
+
+    stored = pre_activations(project, ops, opts, at)
+    middle = middle_of(stored, opts).astype(ops.hidden.dtype)
+    y = at.project(middle, ops.down_w, ops.hidden, like=ops.hidden)
+    return finished(y, x0, stored, ops, opts, at)
+
+
+def middle_grads(d_middle, stored, d_stored, opts: Options):
     """`(middle, d_gate, d_up)` from what the forward stored: no product again."""
     *gate, up = (wide(z) for z in stored)
     clamped_up = _clamp(up, opts.up_limits)
@@ -245,7 +226,7 @@ def _middle_grads(d_middle, stored, d_stored, opts: Options):
 
 
 def _weight_grads(x, middle, d_gate, d_up, dout, ops: Operands, at: Layout) -> dict:
-    """The cotangents of weights and biases; a product's operands have its dtype."""
+    """The cotangents of the weights; a product's operands have its dtype."""
     dtype = ops.hidden.dtype
     grads = dict(
         up_w=at.weight_grad(x, d_up.astype(dtype), ops.up_w),
@@ -253,39 +234,62 @@ def _weight_grads(x, middle, d_gate, d_up, dout, ops: Operands, at: Layout) -> d
     )
     if d_gate is not None:
         grads["gate_w"] = at.weight_grad(x, d_gate.astype(dtype), ops.gate_w)
+    return grads
+
+
+def cotangents_of(outs: tuple, cotangents: tuple, opts: Options) -> tuple:
+    """`(dout, d_added, stored, d_stored)`: the first is never None."""
+    at = 2 if opts.store_fused_add else 1
+    dout = jnp.zeros_like(outs[0]) if cotangents[0] is None else cotangents[0]
+    d_added = cotangents[1] if opts.store_fused_add else None
+    return dout, d_added, outs[at:], cotangents[at:]
+
+
+def input_grads(
+    dx: jax.Array, norm: Any, d_added: Any, ops: Operands, opts: Options, at: Layout
+) -> dict:
+    """The cotangents of the norm's operands and of what is added before it.
+
+    `norm` is the norm's input and statistics.
+    """
+    x0, stats = norm
+    dx0, d_gamma, d_beta = norm_bwd(dx, x0, stats, ops, opts, at.axes)
+    if d_added is not None:
+        dx0 = dx0 + d_added.astype(dx0.dtype)
+    grads = dict(gamma=d_gamma, beta=d_beta, hidden=dx0.astype(ops.hidden.dtype))
+    if opts.fused_add == "prologue":
+        grads["addend"] = dx0.astype(ops.addend.dtype)
+    return grads
+
+
+def bias_grads(d_gate: Any, d_up: Any, dout: Any, ops: Operands, at: Layout) -> dict:
+    """The cotangents of the biases and of the residual."""
+    grads = {}
     for key, dy in dict(gate_b=d_gate, up_b=d_up, down_b=dout).items():
         bias = getattr(ops, key)
         if bias is not None and dy is not None:
             grads[key] = sum_rows(wide(dy), bias, at.axes)
+    if ops.residual is not None:
+        grads["residual"] = dout.astype(ops.residual.dtype)
     return grads
 
 
 def _backward(
     ops: Operands, outs: tuple, cotangents: tuple, opts: Options, at: Layout
 ) -> tuple[jax.Array, ...]:
-    stored_at = 2 if opts.store_fused_add else 1
-    stored, d_stored = outs[stored_at:], cotangents[stored_at:]
-    dout = jnp.zeros_like(outs[0]) if cotangents[0] is None else cotangents[0]
-    dtype = ops.hidden.dtype
-    x0 = _added(ops, opts)
-    x, stats = _norm(x0, ops, opts, at.axes)
+    dout, d_added, stored, d_stored = cotangents_of(outs, cotangents, opts)
+    dtype, like = ops.hidden.dtype, ops.hidden
+    x0 = prologue_sum(ops, opts)
+    x, stats = norm_fwd(x0, ops, opts, at.axes)
     d_middle = at.project_back(dout.astype(dtype), ops.down_w)
-    middle, d_gate, d_up = _middle_grads(d_middle, stored, d_stored, opts)
+    middle, d_gate, d_up = middle_grads(d_middle, stored, d_stored, opts)
     grads = _weight_grads(x, middle, d_gate, d_up, dout, ops, at)
-    like = ops.hidden
     dx = at.project_back(d_up.astype(dtype), ops.up_w, like=like)
     if d_gate is not None:
         dx = dx + at.project_back(d_gate.astype(dtype), ops.gate_w, like=like)
-    dx0, grads["gamma"], grads["beta"] = _norm_bwd(dx, x0, stats, ops, opts, at.axes)
-    if opts.store_fused_add and cotangents[1] is not None:
-        dx0 = dx0 + cotangents[1].astype(dx0.dtype)
-    grads["hidden"] = dx0.astype(dtype)
-    if opts.fused_add == "prologue":
-        grads["addend"] = dx0.astype(ops.addend.dtype)
-    if opts.fused_add == "epilogue":
-        grads["residual"] = dout.astype(ops.residual.dtype)
-    given = zip(Operands._fields, ops, strict=True)
-    return tuple(grads[key] for key, operand in given if operand is not None)
+    grads |= bias_grads(d_gate, d_up, dout, ops, at)
+    grads |= input_grads(dx, (x0, stats), d_added, ops, opts, at)
+    return tuple(grads[key] for key in live_operands(ops))
 
 
 def mlp_fwd(
@@ -300,7 +304,7 @@ def mlp_fwd(
     down_b: Vector | None = None,
     addend: Float[Array, "*batch d_model"] | None = None,
     residual: Float[Array, "*batch d_model"] | None = None,
-    *,
+    *scales: None,
     name: str,
     **config,
 ) -> tuple[jax.Array, ...]:
@@ -308,7 +312,8 @@ def mlp_fwd(
 
     `gate` and `up` are the pre-activations after the bias and before the clamp, in the
     dtype of `hidden`: all that the backward reads. Without a gate there is `up` alone.
-    Products accumulate in float32 and only a result is rounded.
+    Products accumulate in float32 and only a result is rounded. These weights have no
+    `scales`.
     """
     ops = Operands(hidden, gate_w, up_w, down_w, gamma, beta, gate_b, up_b, down_b)
     ops = ops._replace(addend=addend, residual=residual)
@@ -338,7 +343,7 @@ def mlp_tiled_fwd(
     down_b: Vector | None = None,
     addend: Float[Array, "p c *batch"] | None = None,
     residual: Float[Array, "p c *batch"] | None = None,
-    *,
+    *scales: None,
     name: str,
     **config,
 ) -> tuple[jax.Array, ...]:
@@ -353,10 +358,3 @@ def mlp_tiled_bwd(
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands of `mlp_tiled_fwd`, as `mlp_bwd` gives them."""
     return _backward(*parts(operands), Options.of(config), Tiles)
-
-
-def parts(operands: tuple) -> tuple[Operands, tuple, tuple]:
-    """Splits what a backward leaf takes: operands, outputs, cotangents."""
-    count = len(Operands._fields)
-    half = count + (len(operands) - count) // 2
-    return Operands(*operands[:count]), operands[count:half], operands[half:]

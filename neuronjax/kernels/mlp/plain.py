@@ -1,15 +1,18 @@
 """The feed-forward block straight from its equations, for bisecting a model.
 
-It is cut where the macro stores: `_before` gives the pre-activations, `_after` the
+It is cut where the macro stores: `before` gives the pre-activations, `after` the
 rest. The plain backward is JAX's own derivative of each half, joined by what is stored.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.feature import wide
-from neuronjax.kernels.mlp.dense import Operands, Options, parts
+from neuronjax.kernels.mlp.operands import Operands, Options, live_operands, parts
 from neuronjax.kernels.shard_common import contract
 
 ACTIVATIONS = {
@@ -44,7 +47,7 @@ def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None, like=None) -> ja
     return y if bias is None else y + bias.astype(acc).reshape(-1)
 
 
-def _before(ops: Operands, opts: Options) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def before(ops: Operands, opts: Options) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The sum in front of the norm, and the pre-activations, all in the accumulator."""
     x0 = wide(ops.hidden)
     if opts.fused_add == "prologue":
@@ -56,15 +59,20 @@ def _before(ops: Operands, opts: Options) -> tuple[jax.Array, tuple[jax.Array, .
     return x0, (_linear(x, ops.gate_w, ops.gate_b), up)
 
 
-def _after(stored: tuple, ops: Operands, opts: Options) -> jax.Array:
-    """The result from the pre-activations, not yet rounded."""
+def after(
+    stored: tuple, ops: Operands, opts: Options, requantize: Callable | None = None
+) -> jax.Array:
+    """The result from the pre-activations, not yet rounded.
+
+    `requantize` is what becomes of the gated values; they take the dtype of `hidden`.
+    """
     *gate, up = stored
     act, middle = ACTIVATIONS[opts.activation], jnp.clip(up, *opts.up_limits)
     if gate:
         middle = act(jnp.clip(gate[0], *opts.gate_limits)) * middle
     else:
         middle = act(middle)
-    middle = middle.astype(ops.hidden.dtype)
+    middle = requantize(middle) if requantize else middle.astype(ops.hidden.dtype)
     out = _linear(middle, ops.down_w, ops.down_b, like=ops.hidden)
     if opts.fused_add == "epilogue":
         out = out + ops.residual.astype(out.dtype)
@@ -75,12 +83,12 @@ def mlp_plain(*operands, name: str, **config) -> tuple[jax.Array, ...]:
     """What the forward leaves return, in plain `jax.numpy`."""
     ops, opts = Operands(*operands), Options.of(config)
     if opts.is_tiled:
-        outs = mlp_plain(*_untiled(ops), name=name, **dict(config, is_tiled=False))
-        return tuple(_retiled_outs(outs, ops, opts))
+        outs = mlp_plain(*untiled(ops), name=name, **dict(config, is_tiled=False))
+        return tuple(retiled_outs(outs, ops, opts))
     dtype = ops.hidden.dtype
     out_dtype = opts.out_dtype or dtype
-    x0, stored = _before(ops, opts)
-    out = _after(stored, ops, opts).astype(out_dtype)
+    x0, stored = before(ops, opts)
+    out = after(stored, ops, opts).astype(out_dtype)
     added = (x0.astype(out_dtype),) if opts.store_fused_add else ()
     return out, *added, *(z.astype(dtype) for z in stored)
 
@@ -89,14 +97,26 @@ def mlp_plain_bwd(*operands, name: str, **config) -> tuple[jax.Array, ...]:
     """What the backward leaves return, by JAX's derivative of each half."""
     (ops, outs, cotangents), opts = parts(operands), Options.of(config)
     if opts.is_tiled:
-        whole = [x if x is None else _untile(x, -1) for x in (*outs, *cotangents)]
+        whole = [x if x is None else untile(x, -1) for x in (*outs, *cotangents)]
         config = dict(config, is_tiled=False)
-        grads = mlp_plain_bwd(*_untiled(ops), *whole, name=name, **config)
-        return tuple(_retiled_grads(grads, ops))
+        grads = mlp_plain_bwd(*untiled(ops), *whole, name=name, **config)
+        return tuple(retiled_grads(grads, ops))
+    grads = grads_of(ops, outs, cotangents, opts)
+    return tuple(grads[key] for key in live_operands(ops))
+
+
+def grads_of(
+    ops: Operands,
+    outs: tuple,
+    cotangents: tuple,
+    opts: Options,
+    requantize: Callable | None = None,
+) -> dict[str, Any]:
+    """The cotangent of each operand, by JAX's derivative of each half."""
     stored_at = 2 if opts.store_fused_add else 1
     stored = tuple(wide(z) for z in outs[stored_at:])
-    (x0, gates), pull_before = jax.vjp(lambda o: _before(o, opts), ops)
-    out, pull_after = jax.vjp(lambda s, o: _after(s, o, opts), stored, ops)
+    (x0, gates), pull_before = jax.vjp(lambda o: before(o, opts), ops)
+    out, pull_after = jax.vjp(lambda s, o: after(s, o, opts, requantize), stored, ops)
     seeds = [None if c is None else c.astype(out.dtype) for c in cotangents]
     dout = jnp.zeros_like(out) if seeds[0] is None else seeds[0]
     d_stored, grads_after = pull_after(dout)
@@ -107,15 +127,16 @@ def mlp_plain_bwd(*operands, name: str, **config) -> tuple[jax.Array, ...]:
     stores = opts.store_fused_add and seeds[1] is not None
     d_added = seeds[1] if stores else jnp.zeros_like(x0)
     (grads_before,) = pull_before((d_added, d_stored))
-    pairs = zip(*map(jax.tree.leaves, (grads_before, grads_after)), strict=True)
-    return tuple(before + after for before, after in pairs)
+    pairs = zip(grads_before, grads_after, strict=True)
+    sums = [None if a is None else a + b for a, b in pairs]
+    return dict(zip(ops._fields, sums, strict=True))
 
 
 def _is_weight(operand: str) -> bool:
     return operand in ("gate_w", "up_w", "down_w")
 
 
-def _untile(data: jax.Array, axis: int) -> jax.Array:
+def untile(data: jax.Array, axis: int) -> jax.Array:
     """A tile `[partition, chunk, *rest]` with its features put back at `axis`."""
     whole = data.reshape(data.shape[0] * data.shape[1], *data.shape[2:])
     return jnp.moveaxis(whole, 0, axis)
@@ -126,23 +147,23 @@ def _tile(x: jax.Array, width: tuple[int, ...], axis: int) -> jax.Array:
     return x.reshape(*width, *x.shape[1:])
 
 
-def _untiled(ops: Operands) -> Operands:
+def untiled(ops: Operands) -> Operands:
     whole = {
-        operand: _untile(x, 0 if _is_weight(operand) else -1)
+        operand: untile(x, 0 if _is_weight(operand) else -1)
         for operand, x in ops._asdict().items()
         if x is not None
     }
     return ops._replace(**whole)
 
 
-def _retiled_outs(outs: tuple, ops: Operands, opts: Options):
+def retiled_outs(outs: tuple, ops: Operands, opts: Options):
     stored_at = 2 if opts.store_fused_add else 1
     for i, out in enumerate(outs):
         like = ops.hidden if i < stored_at else ops.down_w
         yield _tile(out, like.shape[:2], -1)
 
 
-def _retiled_grads(grads: tuple, ops: Operands):
-    given = [(o, x) for o, x in zip(ops._fields, ops, strict=True) if x is not None]
-    for grad, (operand, x) in zip(grads, given, strict=True):
-        yield _tile(grad, x.shape[:2], 0 if _is_weight(operand) else -1)
+def retiled_grads(grads: tuple, ops: Operands):
+    for grad, operand in zip(grads, live_operands(ops), strict=True):
+        width = getattr(ops, operand).shape[:2]
+        yield _tile(grad, width, 0 if _is_weight(operand) else -1)

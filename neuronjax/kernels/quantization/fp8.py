@@ -46,16 +46,21 @@ def saturate(
 
 
 def row_scales(
-    x: Float[Array, "*rows d"], *, limit: float = 240.0, floor: float = FLOOR
-) -> Float[Array, "*rows 1"]:
+    x: Float[Array, "..."],
+    *,
+    limit: float = 240.0,
+    floor: float = FLOOR,
+    axis: int | tuple[int, ...] = -1,
+) -> Float[Array, "..."]:
     """Returns `max(max |x| / limit, floor)` of each row, in the accumulator's dtype.
 
+    A row lies on `axis`, which stays as a unit axis.
     The maximum is that of the finite values, so that an infinity saturates and a NaN
     stays alone in its row.
     """
     size = jnp.abs(x.astype(accumulator(x.dtype)))
     size = jnp.where(jnp.isfinite(size), size, 0)
-    top = jnp.max(size, axis=-1, keepdims=True, initial=0)
+    top = jnp.max(size, axis=axis, keepdims=True, initial=0)
     return jnp.maximum(top / limit, jnp.asarray(floor, top.dtype))
 
 

@@ -73,7 +73,7 @@ def _product(
 ) -> jax.Array:
     """`(x @ w) * scale`, or with `back` `(x @ w^T) * scale`, accumulated wide."""
     rows, kept = math.prod(x.shape[:-1]), w.shape[0 if back else 1]
-    if _is_explicit(x, w) or not _is_large(w):
+    if is_explicit(x, w) or not _is_large(w):
         return _whole(x, w, dtype, back) * scale
     few = isinstance(rows, int) and rows <= FEW_ROWS
     factors, parts = _factors(x.reshape(rows, x.shape[-1]), dtype)
@@ -95,7 +95,8 @@ def _product_jvp(dtype, back, primals, tangents):
     return _product(x, w, scale, dtype, back), moved
 
 
-def _is_explicit(*arrays: jax.Array) -> bool:
+def is_explicit(*arrays: jax.Array) -> bool:
+    """Whether one of the arrays lies on a mesh with an explicit axis."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
 

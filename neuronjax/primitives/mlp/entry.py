@@ -4,35 +4,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 from neuronjax.primitives import contracts
+from neuronjax.primitives.mlp.emitters import mlp_kernel
 from neuronjax.primitives.mlp.facts import facts
-from neuronjax.primitives.mlp.macro import mlp_kernel
+from neuronjax.primitives.mlp.quantized import quant_mlp_kernel
 from neuronjax.primitives.options import (
     ActFnType,
     NormType,
     QuantizationType,
+    member,
     refuses,
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
-_INSTEAD = "mlp takes unquantized bfloat16, float16, float32 and float64 operands"
-Operand = Float[Array, "..."] | MemrefTile
-
-
-@refuses(
-    _INSTEAD,
-    quantization_type=QuantizationType.NONE,
-    gate_w_scale=None,
-    up_w_scale=None,
-    down_w_scale=None,
-    gate_up_in_scale=None,
-    down_in_scale=None,
-    quant_clipping_bound=0.0,
-    store_output_in_sbuf=False,
-    sbm=None,
+_INSTEAD = "NONE, ROW, STATIC and STATIC_MX are, and results that are arrays or tiles"
+# ROW_MX is here because the rules refuse it, as the vendor's do.
+_BUILT = (
+    QuantizationType.NONE,
+    QuantizationType.ROW,
+    QuantizationType.STATIC,
+    QuantizationType.STATIC_MX,
+    QuantizationType.ROW_MX,
 )
+Operand = Shaped[Array, "..."] | MemrefTile
+
+
+@refuses(_INSTEAD, quantization_type=_BUILT, store_output_in_sbuf=False, sbm=None)
 @contracts.contracted(facts("mlp"))
 def mlp(
     hidden_tensor: Operand,
@@ -79,10 +78,30 @@ def mlp(
     The sum `h + a` is not added to the result: it is returned for the next layer to
     add. `neuronjax.emit.mlp_fused_add_kernel` adds its residual to the result instead.
 
+    Quantized weights are float8_e4m3 or float8_e4m3fn with float32 scales: one a column
+    (`ROW`), or one for all (`STATIC`; `STATIC_MX` is the same, with weights stored in
+    another order and `H` and `I` multiples of 512). Decode (`B*S <= 96`) quantizes no
+    activation:
+
+    $$x W \to (x\, W_q) \cdot s_w$$
+
+    Prefill does, and multiplies float8_e4m3 codes, which end at 240: `h` may come as
+    codes, and the gated values `m` are quantized in front of `W_d`, with a clip first.
+
+    $$\mathrm{ROW}: \quad h = c_h a, \quad
+      s = \max(\max |m| / 240,\ 10^{-6}), \quad
+      m W_d \to (\mathrm{fp8}(m / s)\, W_q) \cdot s_w s$$
+
+    $$\mathrm{STATIC}: \quad h = c_h s_h, \quad
+      m W_d \to (\mathrm{fp8}(\mathrm{clip}(m / s_m, \pm 240))\, W_q) \cdot s_w s_m$$
+
     Args:
-        hidden_tensor: `h`, `[B, S, H]` or `[T, H]`.
+        hidden_tensor: `h`, `[B, S, H]` or `[T, H]`. In prefill also float8_e4m3, for
+            ROW packed as `[B, S, H + 4]`: the last four bytes of a row are its float32
+            scale `a`, little-endian (`neuronjax.kernels.quantization.fp8.pack_rows`).
+            Such an `h` takes no norm and no addition, and needs `output_dtype`.
         gate_proj_weights_tensor: `[H, I]`; ignored, and may be None, with
-            `skip_gate_proj`.
+            `skip_gate_proj`; so is its scale.
         up_proj_weights_tensor: `[H, I]`.
         down_proj_weights_tensor: `[I, H]`.
         normalization_weights_tensor: the norm's gain, `[1, H]`; given exactly when the
@@ -97,14 +116,17 @@ def mlp(
             `Swish` (`x sigmoid(1.702 x)`: GELU's sigmoid form).
         normalization_type: `NO_NORM`, `RMS_NORM`, `LAYER_NORM` or
             `RMS_NORM_SKIP_GAMMA`, in float32.
-        quantization_type: `NONE`; others are not built yet and refuse.
-        gate_w_scale: not built yet, refuses; so do `up_w_scale`, `down_w_scale`,
-            `gate_up_in_scale`, `down_in_scale` and `quant_clipping_bound`.
-        up_w_scale: see `gate_w_scale`.
-        down_w_scale: see `gate_w_scale`.
-        gate_up_in_scale: see `gate_w_scale`.
-        down_in_scale: see `gate_w_scale`.
-        quant_clipping_bound: see `gate_w_scale`.
+        quantization_type: `NONE`, `ROW`, `STATIC` or `STATIC_MX`; see below. `MX` is
+            not built yet and refuses.
+        gate_w_scale: of `W_g`, float32, all 128 rows alike: `[128, I]` for ROW,
+            `[128, 1]` for STATIC.
+        up_w_scale: the same of `W_u`.
+        down_w_scale: of `W_d`, `[128, H]` for ROW, `[128, 1]` for STATIC.
+        gate_up_in_scale: STATIC: the scale of an fp8 `h`, `[128, 1]`. Decode needs it
+            given and does not read it.
+        down_in_scale: STATIC: the scale of the gated values in prefill; the same.
+        quant_clipping_bound: ROW in prefill: magnitudes of the gated values are clipped
+            to it before their scale is taken; 0 clips none.
         output_dtype: dtype of the results; None for that of `h`.
         store_output_in_sbuf: refuses; pass tiles, and the result is one.
         eps: added to the mean square or variance.
@@ -118,8 +140,8 @@ def mlp(
         gate_clamp_lower_limit: see `gate_clamp_upper_limit`.
         up_clamp_upper_limit: the same for `u`.
         up_clamp_lower_limit: the same for `u`.
-        force_cte_mode: a placement hint: the prefill path for few rows; changes no
-            value.
+        force_cte_mode: the prefill path for few rows; without quantized weights it
+            changes no value.
         sbm: a buffer manager; refuses, since arrays need none.
         lnc: how many cores the stored layout of the down weight is for.
 
@@ -128,7 +150,9 @@ def mlp(
         Products are summed in float32 (float64 for float64) and rounded once. The
         checkpoint names are `mlp_out`, `mlp_added`, `mlp_gate` and `mlp_up`; the last
         two are the pre-activations that the backward macro `MLPBwd` reads. A gradient
-        through a clamp is zero outside its limits.
+        through a clamp is zero outside its limits. A rounding to fp8 passes it on
+        unchanged, a clip in front of one not from outside; fp8 values and all scales
+        are constants, and the gradient of a scale is zero.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together; the message has every
@@ -148,17 +172,25 @@ def mlp(
     """
     if use_tkg_down_proj_optimized_layout:
         down_proj_weights_tensor = _logical(down_proj_weights_tensor, int(lnc))
-    outs = mlp_kernel(
+    kind = member(QuantizationType, quantization_type)
+    emit, quantized = mlp_kernel, {}
+    weights = gate_proj_weights_tensor, up_proj_weights_tensor, down_proj_weights_tensor
+    if kind is not QuantizationType.NONE:
+        scales = gate_w_scale, up_w_scale, down_w_scale, gate_up_in_scale, down_in_scale
+        emit, quantized = quant_mlp_kernel, _scale_operands(scales, skip_gate_proj)
+        quantized |= dict(quant_type=kind, quant_clipping_bound=quant_clipping_bound)
+    if kind is QuantizationType.STATIC_MX:
+        weights = _from_mx_order(*weights)
+        quantized["quant_type"] = QuantizationType.STATIC
+    outs = emit(
         hidden_tensor,
-        gate_proj_weights_tensor,
-        up_proj_weights_tensor,
-        down_proj_weights_tensor,
-        normalization_weights_tensor,
-        normalization_bias_tensor,
-        gate_proj_bias_tensor,
-        up_proj_bias_tensor,
-        down_proj_bias_tensor,
-        fused_add_tensor,
+        *weights,
+        gamma=normalization_weights_tensor,
+        beta=normalization_bias_tensor,
+        gate_b=gate_proj_bias_tensor,
+        up_b=up_proj_bias_tensor,
+        down_b=down_proj_bias_tensor,
+        fused_add=fused_add_tensor,
         activation=activation_fn,
         norm=normalization_type,
         eps=eps,
@@ -172,6 +204,7 @@ def mlp(
         use_tkg_gate_up_proj_column_tiling=use_tkg_gate_up_proj_column_tiling,
         use_tkg_down_proj_column_tiling=use_tkg_down_proj_column_tiling,
         force_cte_mode=force_cte_mode,
+        **quantized,
     )
     return list(outs) if store_fused_add_result else [outs]
 
@@ -181,3 +214,33 @@ def _logical(stored: Any, lnc: int) -> jax.Array:
     rows, width = stored.shape
     lanes = stored.reshape(rows, lnc, width // PARTITIONS // lnc, PARTITIONS)
     return jnp.swapaxes(lanes, 2, 3).reshape(rows, width)
+
+
+def _scale_operands(scales: tuple, skip_gate: bool) -> dict[str, Any]:
+    """The emitter's scales: one row of the 128 equal ones, gate's above up's."""
+    first: list[Any] = [None if scale is None else scale[:1] for scale in scales]
+    gate, up, down, gate_up_in, down_in = first
+    return dict(
+        gate_up_w_scale=up if skip_gate else jnp.concatenate([gate, up]),
+        down_w_scale=down,
+        gate_up_in_scale=gate_up_in,
+        down_in_scale=down_in,
+    )
+
+
+def _from_mx_order(gate: Any, up: Any, down: Any) -> tuple[Any, Any, jax.Array]:
+    """The weights in natural order from that of STATIC_MX.
+
+    Gate and up are stored as `(2, H/512, 128, 2, I/512, 128, 4)` transposed to
+    `(2, 1, 4, 6, 5, 0, 3)`, down as `(I/512, 128, 4, H)` transposed to `(1, 0, 3, 2)`.
+    """
+    width, d_ff = up.shape
+
+    def natural(stored: Any) -> Any:
+        if stored is None:
+            return None
+        lanes = stored.reshape(128, width // 512, d_ff // 512, 4, 128, 2, 2)
+        return lanes.transpose(5, 1, 0, 6, 2, 4, 3).reshape(width, d_ff)
+
+    lanes = down.reshape(128, d_ff // 512, width, 4).transpose(1, 0, 3, 2)
+    return natural(gate), natural(up), lanes.reshape(d_ff, width)

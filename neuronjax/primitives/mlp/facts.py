@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from neuronjax.kernels.quantization.fp8 import E4M3
+from neuronjax.primitives.mlp.quantized_facts import quantized_facts
 from neuronjax.primitives.options import NORM_CONFIG, ActFnType, NormType, member
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
@@ -28,6 +30,12 @@ TILE_AXES = dict(
     addend=-1,
     residual=-1,
     mlp_out=-1,
+    gate_up_w_scale=-1,
+    gate_w_scale=-1,
+    up_w_scale=-1,
+    down_w_scale=-1,
+    gate_up_in_scale=-1,
+    down_in_scale=-1,
 )
 OPERANDS = tuple(TILE_AXES)
 LIMITS = (
@@ -52,9 +60,15 @@ _PUBLIC = dict(
     skip_gate="skip_gate_proj",
     store="store_fused_add_result",
     out_dtype="output_dtype",
+    quantization="quantization_type",
+    gate_w_scale="gate_w_scale",
+    up_w_scale="up_w_scale",
+    down_w_scale="down_w_scale",
+    gate_up_in_scale="gate_up_in_scale",
+    down_in_scale="down_in_scale",
 )
 _EMITTER = dict(
-    {name: name for name in OPERANDS if name not in ("addend", "residual", "mlp_out")},
+    {name: name for name in OPERANDS[: OPERANDS.index("addend")]},
     activation="activation",
     norm="norm",
     skip_gate="skip_gate",
@@ -64,19 +78,18 @@ _EMITTER = dict(
 _FUSED = {
     key: name for key, name in _EMITTER.items() if key not in ("out_dtype", "store")
 }
+_SCALES = ("gate_up_w_scale", "down_w_scale", "gate_up_in_scale", "down_in_scale")
+_QUANTIZED = {name: name for name in _SCALES} | dict(quantization="quant_type")
 ARGUMENTS = {
     "mlp": _PUBLIC,
     "mlp_kernel": dict(_EMITTER, addend="fused_add"),
     "mlp_fused_add_kernel": dict(_FUSED, residual="attn_out", mlp_out="mlp_out"),
 }
-QUANTIZED = {
-    "quant_mlp_kernel": ("hidden", "gate_w", "up_w", "down_w", "gate_up_w_scale"),
-    "quant_mlp_fused_add_kernel": ("hidden", "gate_w", "up_w", "down_w", "mlp_out"),
-}
+ARGUMENTS["quant_mlp_kernel"] = ARGUMENTS["mlp_kernel"] | _QUANTIZED
+ARGUMENTS["quant_mlp_fused_add_kernel"] = ARGUMENTS["mlp_fused_add_kernel"] | _QUANTIZED
 ALL = tuple(ARGUMENTS)
+QUANTIZED = ALL[3:]
 DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
-# The decode path takes at most this many rows.
-DECODE_ROWS = 96
 # The words of the config bag are norms too.
 _NORM_WORDS = {word: kind for kind, word in NORM_CONFIG.items()}
 
@@ -106,10 +119,12 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
         operands = {key: given(key) for key in OPERANDS}
         shape = {key: getattr(x, "shape", None) for key, x in operands.items()}
         hidden, up = shape["hidden"] or (), shape["up_w"] or ()
+        quantized = quantized_facts(call, operands, names)
         return operands | dict(
+            vars(quantized),
             arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
             shape=SimpleNamespace(**shape),
-            H=hidden[-1] if hidden else 0,
+            H=quantized.width,
             I=up[1] if len(up) == 2 else 0,
             ranked=len(hidden) >= 2 and len(up) == 2,
             kind=member(ActFnType, given("activation")),
@@ -118,11 +133,11 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             skip=bool(given("skip_gate")),
             store=bool(given("store", False)),
             missing=_missing(operands, names, bool(given("skip_gate"))),
-            misfit=_misfit(operands, names),
-            unlike=_unlike(operands, names),
+            misfit=_misfit(operands, names, quantized.kind_of_weights),
+            unlike=_unlike(operands, names, quantized.width),
             traced=_traced(call),
             off_axis=_off_axis(operands, names),
-            out=given("out_dtype"),
+            out=given("out_dtype", getattr(operands["mlp_out"], "dtype", None)),
             tiled=any(isinstance(x, MemrefTile) for x in operands.values()),
         )
 
@@ -134,26 +149,33 @@ def _missing(operands: dict[str, Any], names: dict[str, str], skip: bool) -> str
     return ", ".join(names[key] for key in needed if operands[key] is None)
 
 
-def _misfit(operands: dict[str, Any], names: dict[str, str]) -> str:
-    """Every operand of a dtype that is not built, described."""
+def _misfit(operands: dict[str, Any], names: dict[str, str], kind: Any) -> str:
+    """Every operand of a dtype that is not built, described.
+
+    Scales have a rule of their own; quantized, so do weights and `hidden`.
+    """
     found = []
+    own = () if kind is None else ("hidden", "gate_w", "up_w", "down_w")
     for key, x in operands.items():
         dtype = getattr(x, "dtype", None)
-        if x is not None and dtype not in DTYPES:
+        if x is None or key in own or key.endswith("_scale"):
+            continue
+        if dtype not in DTYPES:
             found.append(f"{names[key]} of dtype {dtype}")
     return ", ".join(found)
 
 
-def _unlike(operands: dict[str, Any], names: dict[str, str]) -> str:
+def _unlike(operands: dict[str, Any], names: dict[str, str], width: int) -> str:
     """Every operand whose shape does not follow from `hidden` and `up_w`."""
     hidden, up = (getattr(operands[key], "shape", ()) for key in ("hidden", "up_w"))
     if len(hidden) < 2 or len(up) != 2:
         return ""
-    sizes = dict(H=hidden[-1], I=up[1])
+    sizes = dict(H=width, I=up[1])
     wanted = dict(up_w="HI", gate_w="HI", down_w="IH", gamma="1H", beta="1H")
     wanted |= dict(gate_b="1I", up_b="1I", down_b="1H")
     shapes = {key: tuple(sizes.get(a, 1) for a in axes) for key, axes in wanted.items()}
-    shapes |= dict.fromkeys(("addend", "residual", "mlp_out"), tuple(hidden))
+    whole = (*hidden[:-1], width)
+    shapes |= dict.fromkeys(("addend", "residual", "mlp_out"), whole)
     found = []
     for key, shape in shapes.items():
         x = operands[key]
@@ -198,9 +220,19 @@ def arguments(tiles: bool = False, **changes: Any) -> Callable[[str], dict[str, 
 
     def build(function: str) -> dict[str, Any]:
         names = ARGUMENTS[function]
-        given = dict(hidden=(1, 2, 8), gate_w=(8, 6), up_w=(8, 6), down_w=(6, 8))
-        given = dict(given, norm="NO_NORM") | changes
+        given: dict[str, Any] = dict(hidden=(1, 2, 8), norm="NO_NORM")
+        given |= dict(gate_w=(8, 6), up_w=(8, 6), down_w=(6, 8))
+        if function in QUANTIZED:
+            given |= dict(quantization="ROW")
+            given |= dict(gate_up_w_scale=(2, 6), down_w_scale=(1, 8))
+        given |= changes
         arrays = {k: jnp.zeros(v) if type(v) is tuple else v for k, v in given.items()}
+        if given.get("quantization") not in (None, "NONE"):
+            arrays |= {
+                key: arrays[key].astype(E4M3)
+                for key in ("gate_w", "up_w", "down_w")
+                if isinstance(arrays[key], jax.Array) and arrays[key].dtype == "float32"
+            }
         if tiles:
             arrays |= {
                 key: MemrefTile.from_tensor(x, TILE_AXES[key])

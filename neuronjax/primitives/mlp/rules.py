@@ -10,11 +10,9 @@ from neuronjax.primitives.contracts import Contract, Size
 from neuronjax.primitives.mlp.facts import (
     ALL,
     ARGUMENTS,
-    DECODE_ROWS,
     DTYPES,
     LIMITS,
     OPERANDS,
-    QUANTIZED,
     arguments,
 )
 from neuronjax.primitives.options import (
@@ -40,22 +38,11 @@ def _row(rule: str, message: str, violated=None, functions=ALL, **kwargs) -> Non
 
 def _mixed(function: str) -> dict[str, Any]:
     tile = MemrefTile.from_tensor(jnp.zeros(_HIDDEN), 2)
-    if function in ARGUMENTS:
-        return arguments(hidden=tile)(function)
-    weights = dict(gate_w=jnp.zeros((8, 6)), up_w=jnp.zeros((8, 6)))
-    return dict(hidden=tile, down_w=jnp.zeros((6, 8)), **weights)
-
-
-def _lonely(function: str) -> dict[str, Any]:
-    whole = arguments()("mlp_fused_add_kernel")
-    del whole["norm"]
-    return dict(whole, mlp_out=jnp.zeros(_HIDDEN))
+    return arguments(hidden=tile)(function)
 
 
 for _function, _names in ARGUMENTS.items():
     _ios = [_names[key] for key in OPERANDS if key in _names]
-    contracts.add(contracts.all_or_none_tiles(_function, _ios, _mixed))
-for _function, _ios in QUANTIZED.items():
     contracts.add(contracts.all_or_none_tiles(_function, _ios, _mixed))
 contracts.add(
     Contract(
@@ -63,7 +50,7 @@ contracts.add(
         FUSED_ADD,
         PAIR,
         lambda c: (c.mlp_out is None) != (c.attn_out is None),
-        example=_lonely,
+        example=arguments(mlp_out=_HIDDEN),
         stage=0,
         literal=True,
     )
@@ -109,7 +96,7 @@ _row(
     "dtype",
     "operands must be bfloat16, float16, float32 or float64, got {misfit}",
     lambda c: c.misfit,
-    example=lambda function: arguments(up_w=jnp.zeros((8, 6), jnp.int8))(function),
+    example=lambda function: arguments(up_b=jnp.zeros((1, 6), jnp.int8))(function),
     stage=1,
 )
 _row(
@@ -124,7 +111,7 @@ _row(
     "output_dtype",
     "{arg.out_dtype} must be bfloat16, float16, float32 or float64, got {out}",
     lambda c: c.out is not None and jnp.dtype(c.out) not in DTYPES,
-    functions=("mlp", "mlp_kernel"),
+    functions=("mlp", "mlp_kernel", "quant_mlp_kernel"),
     example=arguments(out_dtype="int8"),
     stage=1,
 )
@@ -166,7 +153,7 @@ _row(
     "store",
     "{arg.store} needs {arg.addend}",
     lambda c: c.store and c.addend is None,
-    functions=("mlp", "mlp_kernel"),
+    functions=("mlp", "mlp_kernel", "quant_mlp_kernel"),
     example=arguments(store=True),
 )
 
@@ -203,18 +190,13 @@ _row(
 )
 
 
-def _prefills(c: SimpleNamespace) -> bool:
-    rows = 1
-    for size in c.shape.hidden[:-1]:
-        rows = rows * size
-    return c.force_cte_mode or not isinstance(rows, int) or rows > DECODE_ROWS
-
-
 _row(
     "chip_clamps",
     "the chip clamps on its decode path only (B * S <= 96, no force_cte_mode), got "
     "{shape.hidden}",
-    lambda c: any(getattr(c, key) is not None for key in LIMITS) and _prefills(c),
+    lambda c: (
+        any(getattr(c, key) is not None for key in LIMITS) and c.prefill is not False
+    ),
     functions=("mlp",),
     example=arguments(hidden=(1, 97, 8), up_clamp_upper_limit=1.0),
     tag="hw",
@@ -226,7 +208,7 @@ _row(
     "use_tkg_down_proj_column_tiling=False",
     lambda c: (
         c.use_tkg_down_proj_optimized_layout
-        and (c.use_tkg_down_proj_column_tiling or _prefills(c))
+        and (c.use_tkg_down_proj_column_tiling or c.prefill is not False)
     ),
     functions=("mlp",),
     example=arguments(
