@@ -60,7 +60,7 @@ def compare(name, got, wanted, case):
         )
     assert ours.shape == theirs.shape
     apart = np.abs(_steps(ours) - _steps(theirs))
-    assert apart.max() <= 1 and (apart > 0).mean() <= 1e-3
+    assert apart.max() <= 1 and (apart > 0).sum() <= max(1, apart.size // 1000)
 
 
 @adapter("rmsnorm_tkg")

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from neuronjax.kernels.quantization import fp8
+from neuronjax.kernels.quantization.fp8 import E4M3
+from neuronjax.kernels.rmsnorm_quant import join_rows, split_rows
 from neuronjax.primitives import contracts
 from neuronjax.primitives.options import NormType, QuantizationType, member
 from neuronjax.primitives.rmsnorm_quant.macro import rmsnorm_quant_kernel
@@ -127,8 +129,7 @@ def pack_rows(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    raw = fp8.pack_rows(codes, scale)
-    return raw
+    return join_rows(lax.bitcast_convert_type(codes, jnp.uint8), jnp.asarray(scale))
 
 
 @contracts.contracted(_codes_facts)
@@ -153,10 +154,8 @@ def unpack_rows(
         >>> (codes.astype(jnp.float32) * scale).tolist()
         [[0.5, -120.0]]
     """
-    return fp8.unpack_rows(packed)
+    return split_rows(jnp.asarray(packed))
 
-
-_CODES = jnp.float8_e4m3
 
 contracts.add(
     contracts.Contract(
@@ -164,7 +163,7 @@ contracts.add(
         ("pack_rows",),
         "{function}: codes must be float8_e4m3 of shape [..., H], got {dtype} of shape "
         "{shape}",
-        lambda c: c.dtype != fp8.E4M3 or not c.shape,
+        lambda c: c.dtype != E4M3 or not c.shape,
         example=lambda function: dict(codes=jnp.zeros((2, 3)), scale=jnp.ones((2, 1))),
     ),
     contracts.Contract(
@@ -174,7 +173,7 @@ contracts.add(
         "{scale_shape}",
         lambda c: c.scale_dtype != jnp.float32 or c.scale_shape != c.rows,
         example=lambda function: dict(
-            codes=jnp.zeros((2, 3), _CODES), scale=jnp.ones((2,))
+            codes=jnp.zeros((2, 3), E4M3), scale=jnp.ones((2,))
         ),
     ),
     contracts.Contract(
@@ -182,7 +181,7 @@ contracts.add(
         ("unpack_rows",),
         "{function}: packed must be float8_e4m3 of shape [..., H + 4], got {dtype} of "
         "shape {shape}",
-        lambda c: c.dtype != fp8.E4M3 or not c.shape or c.shape[-1] < 5,
-        example=lambda function: dict(packed=jnp.zeros((2, 4), _CODES)),
+        lambda c: c.dtype != E4M3 or not c.shape or c.shape[-1] < 5,
+        example=lambda function: dict(packed=jnp.zeros((2, 4), E4M3)),
     ),
 )
