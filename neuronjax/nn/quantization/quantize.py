@@ -9,11 +9,12 @@ from flax import nnx
 from neuronjax.nn.quantization.calibrate import calibrate
 from neuronjax.nn.quantization.fp8 import ROW, STATIC
 from neuronjax.nn.quantization.layers import QuantizedAttention, QuantizedMLP
+from neuronjax.nn.quantization.mx import MXFP4, MXFP8
 from neuronjax.nn.quantization.replace import replace_layers
 from neuronjax.nn.quantization.scheme import MODES, Scheme
 
 Model = TypeVar("Model", bound=nnx.Module)
-_SCHEMES = {scheme.mode: scheme for scheme in (ROW, STATIC)}
+_SCHEMES = {scheme.mode: scheme for scheme in (ROW, STATIC, MXFP8, MXFP4)}
 
 
 def quantize(
