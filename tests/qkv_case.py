@@ -58,8 +58,11 @@ def call(x, heads, norm="RMS_NORM", layout="BSD", add=True, rope=True, eps=1e-6)
     return {name: x[name] for name in names}, options
 
 
-def reference(arrays, options, hidden_actual=None):
-    """The equations of the module's docstring, one row at a time, in float64."""
+def reference(arrays, options, hidden_actual=None, codes=lambda rows: rows):
+    """The equations of the module's docstring, one row at a time, in float64.
+
+    `codes` is what a quantization makes of the normed rows.
+    """
     a = {k: np.asarray(v, np.float64) for k, v in arrays.items()}
     nq, nkv, d = (options[k] for k in ("num_q_heads", "num_kv_heads", "d_head"))
     x = a["input"] + a.get("mlp_prev", 0) + a.get("attention_prev", 0)
@@ -71,7 +74,7 @@ def reference(arrays, options, hidden_actual=None):
         mean = (x**2).sum(-1, keepdims=True) / (hidden_actual or x.shape[-1])
         rows = x / np.sqrt(mean + eps)
     rows = rows * a.get("gamma_norm_weights", 1) + a.get("layer_norm_bias", 0)
-    y = rows @ a["fused_qkv_weights"] + a.get("bias", 0)
+    y = codes(rows) @ a["fused_qkv_weights"] + a.get("bias", 0)
     heads = y.reshape(*y.shape[:2], nq + 2 * nkv, d)
     if "cos_cache" in a:
         for b, s, n in np.ndindex(*heads.shape[:3]):
