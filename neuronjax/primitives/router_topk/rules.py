@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
@@ -180,7 +181,7 @@ _row(
     "static",
     ALL,
     "k must be a Python integer, known while tracing, got {k}",
-    lambda c: not isinstance(c.k, int),
+    lambda c: not isinstance(c.k, int | np.integer),
     example=_arguments(k=2.5),
     stage=1,
 )
