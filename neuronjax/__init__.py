@@ -17,6 +17,15 @@ from neuronjax.primitives.attention.prefill import (
     statistics_to_tiles as statistics_to_tiles,
 )
 from neuronjax.primitives.contracts import can as can
+from neuronjax.primitives.cumsum import cumsum as cumsum
+from neuronjax.primitives.indices import (
+    dynamic_elementwise_add as dynamic_elementwise_add,
+)
+from neuronjax.primitives.indices import find_nonzero_indices as find_nonzero_indices
+from neuronjax.primitives.indices import (
+    find_nonzero_indices_with_count as find_nonzero_indices_with_count,
+)
+from neuronjax.primitives.indices import indexed_flatten as indexed_flatten
 from neuronjax.primitives.mlp import mlp as mlp
 from neuronjax.primitives.mx import dequantize_mx as dequantize_mx
 from neuronjax.primitives.mx import down_proj_mx as down_proj_mx
@@ -63,6 +72,7 @@ from neuronjax.primitives.tile import MemrefTile as MemrefTile
 from neuronjax.primitives.tile import (
     is_all_io_type_memref_tile as is_all_io_type_memref_tile,
 )
+from neuronjax.primitives.top_k import topk as topk
 from neuronjax.tools.trace import trace as trace
 
 if _TYPE_CHECKING:

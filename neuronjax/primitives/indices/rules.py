@@ -3,13 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.known import known
 
 _INPUTS = (jnp.dtype("float32"), jnp.dtype("int32"))
 
@@ -19,10 +18,9 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _known(x: Any) -> int | None:
-    """The one value of a concrete array; None for a traced or abstract one."""
-    if x is None or isinstance(x, Tracer | jax.ShapeDtypeStruct):
-        return None
-    return int(np.asarray(x).reshape(-1)[0])
+    """The one value of a concrete array; None for a traced or absent one."""
+    held = known(x)
+    return None if held is None else int(held.reshape(-1)[0])
 
 
 def _is_integer(x: Any) -> bool:
@@ -35,7 +33,7 @@ def nonzero_facts(call: SimpleNamespace) -> dict[str, Any]:
     shape, start = _shape(call.input_tensor), getattr(call, "col_start_id", None)
     tokens, columns = shape if len(shape) == 2 else (0, 0)
     n_cols = getattr(call, "n_cols", None)
-    known = _known(start) if _shape(start) == (1,) and _is_integer(start) else None
+    first = _known(start) if _shape(start) == (1,) and _is_integer(start) else None
     try:
         index = jnp.dtype(getattr(call, "index_dtype", "int32"))
     except TypeError:
@@ -48,7 +46,7 @@ def nonzero_facts(call: SimpleNamespace) -> dict[str, Any]:
         n_cols=n_cols,
         start=start,
         start_shape=_shape(start),
-        known=known,
+        known=first,
         count=columns if n_cols is None else n_cols,
         index=jnp.issubdtype(index, jnp.signedinteger),
         chunk=getattr(call, "chunk_size", None),

@@ -57,7 +57,8 @@ def rmsnorm_quant(
         ln_w: the gain `g`, `[H]` or `[1, H]`; None with `NO_NORM`.
         kargs: norm, quantization, `eps` and the clip bound.
         input_dequant_scale: for `STATIC` the scale `s`: `[128, 1]`, one positive value
-            on every partition, of which the first is read.
+            on every partition. Under jit the first is read and not checked: a scale of
+            0 gives saturated codes, and NaN for a value of 0.
         packed: for `ROW`: True (the default) returns the rows packed, False codes and
             scales apart.
 

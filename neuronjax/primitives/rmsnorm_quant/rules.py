@@ -10,6 +10,7 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.known import known
 from neuronjax.primitives.options import (
     NORM_CONFIG,
     NormType,
@@ -275,6 +276,15 @@ _row(
 )
 
 
+def _is_bad_scale(scale: Any) -> bool:
+    """Whether values known while tracing are several, or cannot divide."""
+    held = known(scale)
+    if held is None:
+        return False
+    held = held.astype(np.float64)
+    return bool((held != held.flat[0]).any() or not 0 < held.flat[0] < np.inf)
+
+
 def _static(**changes: Any) -> Callable[[str], dict[str, Any]]:
     def build(function: str) -> dict[str, Any]:
         given: dict[str, Any] = dict(scale=(128, 1)) | changes
@@ -285,6 +295,13 @@ def _static(**changes: Any) -> Callable[[str], dict[str, Any]]:
     return build
 
 
+_row(
+    "scale_value",
+    ALL,
+    "{arg.scale} must hold one positive, finite value on every partition",
+    lambda c: c.is_static and _is_bad_scale(c.given.scale),
+    example=_static(scale=np.zeros((128, 1), np.float32)),
+)
 _row(
     "bound_of_rows",
     ALL,
