@@ -56,7 +56,6 @@ ATTENTION = (
 )
 BLOCK = "the fused decode block comes with all of attention"
 MASKS = "mask generation comes with all of attention"
-ROUTING = "router, top-k and scans come with the projections and quantization work"
 EXPERTS = "mixture of experts is not built yet"
 MESH = "collectives and the decode megakernel are not built yet"
 REST = "convolutions and the loss are not built yet"
@@ -76,14 +75,6 @@ TABLE = [
     NotBuilt("attention_bwd", ATTENTION, operand("bound_min")),
     *_whole(MASKS, "gen_mask_tkg", "gen_mask_tkg_hbm"),
     *_whole(BLOCK, "attention_block_tkg", "attention_block_tkg (KVDP)"),
-    NotBuilt(
-        "mlp",
-        QUANTIZED,
-        option("quantization_type", "NONE", "ROW", "STATIC", "STATIC_MX"),
-    ),
-    *_whole(ROUTING, "topk", "cumsum", "indexed_flatten"),
-    *_whole(ROUTING, "find_nonzero_indices", "find_nonzero_indices_with_count"),
-    *_whole(ROUTING, "dynamic_elementwise_add"),
     *_whole(EXPERTS, "moe_cte", "blockwise_mm_baseline_shard_hidden"),
     *_whole(EXPERTS, "blockwise_mm_bwd", "moe_tkg", "moe_block_tkg", "topk_reduce"),
     *_whole(MESH, "allgather_compute_matmul", "fine_grained_allgather"),

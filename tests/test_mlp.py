@@ -240,7 +240,6 @@ def test_the_path_and_placement_change_no_value():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("quantization_type", "MX"),
         ("store_output_in_sbuf", True),
         ("sbm", object()),
     ],

@@ -314,7 +314,8 @@ def _(case):
         # Scales are constants and roundings pass straight through: a numeric derivative
         # sees neither.
         fp8 = case.config.get("is_fp8_kernel", False)
-        if case.family.no_derivative is None and not fp8:
+        blocks = case.config.get("quantization") == "MX"
+        if case.family.no_derivative is None and not (fp8 or blocks):
             fun = jax.jit(loss(case.of_floats(case.macro)))
             check_grads(fun, case.live, 1, eps=1e-5)
 

@@ -68,6 +68,8 @@ def mlp(inputs, options):
     if call.get("quantization_type", "NONE") not in ("NONE", "MX"):
         call |= {key: _fp8(call[key]) for key in WEIGHTS if key in call}
         call |= _quantized_rows(call)
+    if call.get("quantization_type") == "MX":
+        call["weight_dtype"] = options.get("weight_dtype")
     # The reference ignores what its other options leave without a use; `mlp` refuses.
     if call.get("skip_gate_proj"):
         call = {key: value for key, value in call.items() if key not in GATE_ONLY}

@@ -23,7 +23,8 @@ ACTIVATIONS = {
 }
 
 
-def _normalised(x: jax.Array, ops: Operands, opts: Options) -> jax.Array:
+def normalised(x: jax.Array, ops: Operands, opts: Options) -> jax.Array:
+    """The norm of `x`, in its own dtype."""
     if opts.norm == "none":
         return x
     if opts.norm == "layer":
@@ -52,7 +53,7 @@ def before(ops: Operands, opts: Options) -> tuple[jax.Array, tuple[jax.Array, ..
     x0 = wide(ops.hidden)
     if opts.fused_add == "prologue":
         x0 = x0 + ops.addend.astype(x0.dtype)
-    x = _normalised(x0, ops, opts).astype(ops.hidden.dtype)
+    x = normalised(x0, ops, opts).astype(ops.hidden.dtype)
     up = _linear(x, ops.up_w, ops.up_b)
     if opts.skip_gate:
         return x0, (up,)

@@ -19,13 +19,14 @@ from neuronjax.primitives.options import (
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
-_INSTEAD = "NONE, ROW, STATIC and STATIC_MX are, and results that are arrays or tiles"
+_INSTEAD = "all quantizations but ROW_MX are, and results that are arrays or tiles"
 # ROW_MX is here because the rules refuse it, as the vendor's do.
 _BUILT = (
     QuantizationType.NONE,
     QuantizationType.ROW,
     QuantizationType.STATIC,
     QuantizationType.STATIC_MX,
+    QuantizationType.MX,
     QuantizationType.ROW_MX,
 )
 Operand = Shaped[Array, "..."] | MemrefTile
@@ -68,6 +69,7 @@ def mlp(
     force_cte_mode: bool = False,
     sbm: Any = None,
     lnc: int = 1,
+    weight_dtype: Any = None,
 ) -> list[Array | MemrefTile]:
     r"""The gated feed-forward block, with a norm and an addition in front.
 
@@ -95,15 +97,26 @@ def mlp(
     $$\mathrm{STATIC}: \quad h = c_h s_h, \quad
       m W_d \to (\mathrm{fp8}(\mathrm{clip}(m / s_m, \pm 240))\, W_q) \cdot s_w s_m$$
 
+    `MX` weights are packed in blocks of 32 with one power of two, `s` of
+    `neuronjax.quantize_to_mx`; activations are rounded to float8_e4m3fn blocks:
+
+    $$x W \to \mathrm{mx}(x)\, W_q 2^{s - 127}$$
+
+    Columns of `h`, of the norm's gain and offset are swizzled then, in order
+    `(q, t, p)` of `[4, H/512, 128]`; biases `b_g`, `b_u` are `[Ip, ceil(I/512), 4]`,
+    output `512 j + 128 r + c` at `[c, j, r]`. What is rounded is float32: the norm's
+    result, and the gated values.
+
     Args:
         hidden_tensor: `h`, `[B, S, H]` or `[T, H]`. In prefill also float8_e4m3, for
             ROW packed as `[B, S, H + 4]`: the last four bytes of a row are its float32
             scale `a`, little-endian (`neuronjax.kernels.quantization.fp8.pack_rows`).
             Such an `h` takes no norm and no addition, and needs `output_dtype`.
-        gate_proj_weights_tensor: `[H, I]`; ignored, and may be None, with
-            `skip_gate_proj`; so is its scale.
+        gate_proj_weights_tensor: `[H, I]`, for MX `[128, H/512, I]` containers.
+            Ignored, and may be None, with `skip_gate_proj`; so is its scale.
         up_proj_weights_tensor: `[H, I]`.
-        down_proj_weights_tensor: `[I, H]`.
+        down_proj_weights_tensor: `[I, H]`, for MX `[Ip, ceil(I/512), H]` containers,
+            `Ip` 128, or `I/4` for `I < 512`.
         normalization_weights_tensor: the norm's gain, `[1, H]`; given exactly when the
             norm has one.
         gate_proj_bias_tensor: `[1, I]`.
@@ -116,12 +129,12 @@ def mlp(
             `Swish` (`x sigmoid(1.702 x)`: GELU's sigmoid form).
         normalization_type: `NO_NORM`, `RMS_NORM`, `LAYER_NORM` or
             `RMS_NORM_SKIP_GAMMA`, in float32.
-        quantization_type: `NONE`, `ROW`, `STATIC` or `STATIC_MX`; see below. `MX` is
-            not built yet and refuses.
+        quantization_type: `NONE`, `ROW`, `STATIC`, `STATIC_MX` or `MX`.
         gate_w_scale: of `W_g`, float32, all 128 rows alike: `[128, I]` for ROW,
-            `[128, 1]` for STATIC.
+            `[128, 1]` for STATIC. MX: uint8 `[16, H/512, I]`.
         up_w_scale: the same of `W_u`.
-        down_w_scale: of `W_d`, `[128, H]` for ROW, `[128, 1]` for STATIC.
+        down_w_scale: of `W_d`, `[128, H]` for ROW, `[128, 1]` for STATIC; MX: uint8
+            `[Ip/8, ceil(I/512), H]`.
         gate_up_in_scale: STATIC: the scale of an fp8 `h`, `[128, 1]`. Decode needs it
             given and does not read it.
         down_in_scale: STATIC: the scale of the gated values in prefill; the same.
@@ -144,6 +157,9 @@ def mlp(
             changes no value.
         sbm: a buffer manager; refuses, since arrays need none.
         lnc: how many cores the stored layout of the down weight is for.
+        weight_dtype: MX: the format of the weights, as in `neuronjax.quantize_to_mx`;
+            that of their container unless named, float4_e2m1fn in uint16 and
+            float8_e4m3fn in uint32.
 
     Returns:
         `[y]`, or `[y, h + a]` with `store_fused_add_result`, each of the shape of `h`.
@@ -177,8 +193,10 @@ def mlp(
     weights = gate_proj_weights_tensor, up_proj_weights_tensor, down_proj_weights_tensor
     if kind is not QuantizationType.NONE:
         scales = gate_w_scale, up_w_scale, down_w_scale, gate_up_in_scale, down_in_scale
-        emit, quantized = quant_mlp_kernel, _scale_operands(scales, skip_gate_proj)
+        operands = _block_scales if kind is QuantizationType.MX else _scale_operands
+        emit, quantized = quant_mlp_kernel, operands(scales, skip_gate_proj)
         quantized |= dict(quant_type=kind, quant_clipping_bound=quant_clipping_bound)
+        quantized["weight_dtype"] = weight_dtype
     if kind is QuantizationType.STATIC_MX:
         weights = _from_mx_order(*weights)
         quantized["quant_type"] = QuantizationType.STATIC
@@ -226,6 +244,13 @@ def _scale_operands(scales: tuple, skip_gate: bool) -> dict[str, Any]:
         gate_up_in_scale=gate_up_in,
         down_in_scale=down_in,
     )
+
+
+def _block_scales(scales: tuple, skip_gate: bool) -> dict[str, Any]:
+    """The emitter's block scales, gate's above up's."""
+    gate, up, down, *_ = scales
+    pair = (up,) if skip_gate else (gate, up)
+    return dict(gate_up_w_scale=jnp.stack(pair), down_w_scale=down)
 
 
 def _from_mx_order(gate: Any, up: Any, down: Any) -> tuple[Any, Any, jax.Array]:

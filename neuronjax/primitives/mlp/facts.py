@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from neuronjax.kernels.quantization.fp8 import E4M3
+from neuronjax.primitives.mlp.mx_facts import logical_operands, mx_facts
 from neuronjax.primitives.mlp.quantized_facts import quantized_facts
 from neuronjax.primitives.options import NORM_CONFIG, ActFnType, NormType, member
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
@@ -117,11 +118,13 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             return getattr(call, names[key]) if key in names else default
 
         operands = {key: given(key) for key in OPERANDS}
-        shape = {key: getattr(x, "shape", None) for key, x in operands.items()}
+        mx = mx_facts(call, operands, names)
+        matrices = logical_operands(operands) if mx["is_mx"] else operands
+        shape = {key: getattr(x, "shape", None) for key, x in matrices.items()}
         hidden, up = shape["hidden"] or (), shape["up_w"] or ()
         quantized = quantized_facts(call, operands, names)
         return operands | dict(
-            vars(quantized),
+            vars(quantized) | mx,
             arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
             shape=SimpleNamespace(**shape),
             H=quantized.width,
@@ -134,7 +137,7 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             store=bool(given("store", False)),
             missing=_missing(operands, names, bool(given("skip_gate"))),
             misfit=_misfit(operands, names, quantized.kind_of_weights),
-            unlike=_unlike(operands, names, quantized.width),
+            unlike=_unlike(matrices, names, quantized.width),
             traced=_traced(call),
             off_axis=_off_axis(operands, names),
             out=given("out_dtype", getattr(operands["mlp_out"], "dtype", None)),

@@ -14,6 +14,8 @@ from jaxtyping import Array
 
 from neuronjax.kernels.mlp import dense, plain, quantized, quantized_plain
 from neuronjax.kernels.mlp.operands import SCALES, Operands, live_operands
+from neuronjax.kernels.mx import mlp as mx
+from neuronjax.kernels.mx import plain as mx_plain
 from neuronjax.primitives.macro import MacroFamily
 from neuronjax.primitives.mlp.examples import VARIANTS, example
 from neuronjax.primitives.mlp.facts import LIMITS, norm_word
@@ -56,8 +58,16 @@ _SCALED = Forms(
     quantized_plain.quantized_mlp_plain,
     quantized_plain.quantized_mlp_plain_bwd,
 )
-# By the config's `quantization`: a block format enters its leaves here, under "MX".
-FORMS = {"NONE": _DENSE, "ROW": _SCALED, "STATIC": _SCALED}
+_BLOCKS = Forms(
+    mx.mx_mlp_fwd,
+    mx.mx_mlp_fwd,  # no call has tiles: the rules refuse them
+    mx.mx_mlp_bwd,
+    mx.mx_mlp_bwd,
+    mx_plain.mx_mlp_plain,
+    mx_plain.mx_mlp_plain_bwd,
+)
+# By the config's `quantization`.
+FORMS = {"NONE": _DENSE, "ROW": _SCALED, "STATIC": _SCALED, "MX": _BLOCKS}
 
 
 def emit(emitter: str, call: SimpleNamespace, fused_add: str, **added: Any) -> tuple:

@@ -5,11 +5,13 @@ from typing import Any
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.mlp import (
+    mx_rules,  # noqa: F401  enters the rows
     quantized_rules,  # noqa: F401  enters the rows
     rules,  # noqa: F401
 )
 from neuronjax.primitives.mlp.facts import facts
 from neuronjax.primitives.mlp.macro import Operand, emit
+from neuronjax.primitives.mlp.mx_facts import config_of as mx_config
 from neuronjax.primitives.mlp.quantized_facts import takes_prefill
 from neuronjax.primitives.options import (
     ActFnType,
@@ -20,6 +22,8 @@ from neuronjax.primitives.options import (
 
 
 def _config(call: SimpleNamespace) -> dict[str, Any]:
+    if member(QuantizationType, call.quant_type) is QuantizationType.MX:
+        return mx_config(call)
     prefill = takes_prefill(tuple(call.hidden.shape), call.force_cte_mode)
     return dict(
         quant_mode="QuantOnly",
@@ -48,6 +52,7 @@ def quant_mlp_kernel(
     fused_add: Operand | None = None,
     *,
     quant_type: QuantizationType | str = "ROW",
+    weight_dtype: Any = None,
     quant_clipping_bound: float = 0.0,
     force_cte_mode: bool = False,
     activation: ActFnType | str = "SiLU",
@@ -85,7 +90,11 @@ def quant_mlp_kernel(
         up_b: as in `mlp_kernel`.
         down_b: as in `mlp_kernel`.
         fused_add: as in `mlp_kernel`.
-        quant_type: `ROW` or `STATIC`.
+        quant_type: `ROW`, `STATIC`, or `MX`: packed weights `[128, H/512, I]` and
+            `[Ip, tiles, H]`, scales uint8 `[2, 16, H/512, I]` and `[Ip/8, tiles, H]`,
+            biases of gate and up `[Ip, tiles, 4]`, no tiles, no addition.
+        weight_dtype: MX: the format of the weights; that of their container unless
+            named: float4_e2m1fn in uint16, float8_e4m3fn in uint32.
         quant_clipping_bound: ROW in prefill: gated values are clipped to it; 0 clips
             none.
         force_cte_mode: prefill for few rows.
@@ -131,6 +140,7 @@ def quant_mlp_fused_add_kernel(
     down_b: Operand | None = None,
     *,
     quant_type: QuantizationType | str = "ROW",
+    weight_dtype: Any = None,
     quant_clipping_bound: float = 0.0,
     force_cte_mode: bool = False,
     activation: ActFnType | str = "SiLU",
@@ -163,6 +173,7 @@ def quant_mlp_fused_add_kernel(
         up_b: as in `quant_mlp_kernel`.
         down_b: as in `quant_mlp_kernel`.
         quant_type: as in `quant_mlp_kernel`.
+        weight_dtype: as in `quant_mlp_kernel`.
         quant_clipping_bound: as in `quant_mlp_kernel`.
         force_cte_mode: as in `quant_mlp_kernel`.
         activation: as in `quant_mlp_kernel`.

@@ -16,6 +16,7 @@ from neuronjax.primitives.tile import PARTITIONS
 
 _CALLS = ("mlp", *QUANTIZED)
 _PADDED = 512
+_KINDS = (QuantizationType.ROW, QuantizationType.STATIC, QuantizationType.MX)
 
 
 def _row(rule: str, message: str, violated, example, functions=_CALLS, **more) -> None:
@@ -61,8 +62,8 @@ _row(
 )
 _row(
     "quant_type",
-    "quant_type must be ROW or STATIC, got {quant_type}",
-    lambda c: c.quantization not in (QuantizationType.ROW, QuantizationType.STATIC),
+    "quant_type must be ROW, STATIC or MX, got {quant_type}",
+    lambda c: c.quantization not in _KINDS,
     lambda function: arguments()(function) | dict(quant_type="NONE"),
     functions=QUANTIZED,
 )
