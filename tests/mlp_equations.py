@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 import neuronjax
@@ -139,3 +140,87 @@ def emitted(arrays, settings, residual):
 
 def ids(combination):
     return "-".join(map(str, combination))
+
+
+def fp8(x, kind=ml_dtypes.float8_e4m3, limit=240.0):
+    """The nearest fp8 values, held in float64; beyond `limit` the limit."""
+    return np.clip(x, -limit, limit).astype(kind).astype(np.float64)
+
+
+def quantized_equations(call, prefill):
+    """The quantized block in float64 NumPy, from the equations of `mlp`'s docstring."""
+    get = lambda key: _float64(call.get(key))  # noqa: E731
+    is_row = call["quantization_type"] == "ROW"
+    sg, su, sd, s_in, s_down = (
+        scale[:1]
+        for scale in map(
+            get,
+            ("gate_w_scale", "up_w_scale", "down_w_scale")
+            + ("gate_up_in_scale", "down_in_scale"),
+        )
+    )
+    x0 = _dequantized_rows(call["hidden_tensor"], is_row, s_in)
+    if call.get("fused_add_tensor") is not None:
+        x0 = x0 + get("fused_add_tensor")
+    kind = call.get("normalization_type", "NO_NORM")
+    with jax.enable_x64(True):
+        gains = get("normalization_weights_tensor"), get("normalization_bias_tensor")
+        given = [None if g.size == 0 else jnp.asarray(g) for g in gains]
+        x = np.asarray(norm(jnp.asarray(x0), kind, *given))
+
+        def product(which, scale):
+            z = x @ get(f"{which}_proj_weights_tensor") * scale
+            z = z + (get(f"{which}_proj_bias_tensor") if _has(call, which) else 0)
+            return clamp(jnp.asarray(z), call, which)
+
+        middle = product("up", su)
+        activation = call.get("activation_fn", "SiLU")
+        if call.get("skip_gate_proj"):
+            middle = np.asarray(act(middle, activation))
+        else:
+            middle = np.asarray(act(product("gate", sg), activation) * middle)
+    bound = call.get("quant_clipping_bound", 0.0)
+    if prefill and is_row:
+        middle = np.clip(middle, -bound, bound) if bound else middle
+        s = np.maximum(np.abs(middle).max(-1, keepdims=True) / 240, 1e-6)
+        middle = fp8(middle / s) * s
+    elif prefill:
+        middle = fp8(middle / s_down) * s_down
+    y = middle @ get("down_proj_weights_tensor") * sd
+    y = y + (get("down_proj_bias_tensor") if _has(call, "down") else 0)
+    return [y, x0] if call.get("store_fused_add_result") else [y]
+
+
+def _has(call, which):
+    return call.get(f"{which}_proj_bias_tensor") is not None
+
+
+def _float64(x):
+    return np.zeros((0, 0)) if x is None else np.asarray(x).astype(np.float64)
+
+
+def _dequantized_rows(hidden, is_row, scale):
+    hidden = np.asarray(hidden)
+    if hidden.dtype.itemsize > 1:
+        return hidden.astype(np.float64)
+    if not is_row:
+        return hidden.astype(np.float64) * scale
+    raw = np.ascontiguousarray(hidden.view(np.uint8)[..., -4:])
+    return hidden[..., :-4].astype(np.float64) * raw.view("<f4").astype(np.float64)
+
+
+def quantized_call(kind, combination=PLAIN, codes="float8_e4m3", **sizes):
+    """`call_of` with fp8 weights and scales: arrays, settings and a residual."""
+    arrays, settings, residual = call_of(combination, **sizes)
+    d_model, d_ff = arrays["up_proj_weights_tensor"].shape
+    columns = dict(gate=d_ff, up=d_ff, down=d_model)
+    rng = np.random.default_rng(5)
+    for which, width in columns.items():
+        key = f"{which}_proj_weights_tensor"
+        arrays[key] = (60 * arrays[key]).astype(codes)
+        scale = rng.uniform(0.5, 2, (1, width if kind == "ROW" else 1)) / 60
+        arrays[f"{which}_w_scale"] = jnp.tile(jnp.asarray(scale, jnp.float32), (128, 1))
+    if kind != "ROW":
+        for key, scale in (("gate_up_in_scale", 1 / 64), ("down_in_scale", 1 / 128)):
+            arrays[key] = jnp.full((128, 1), scale, jnp.float32)
+    return arrays, settings | dict(quantization_type=kind), residual

@@ -126,7 +126,7 @@ def _down(middle: jax.Array, scale, ops: Operands, opts: Options, at: Layout):
     else:
         after = _one(ops.down_in_scale).astype(middle.dtype)
         codes = requantize_static(middle, after)
-    exact = jnp.dtype(jnp.bfloat16)
+    exact = jnp.dtype(jnp.bfloat16 if codes.dtype == jnp.float32 else codes.dtype)
     y = at.scaled(codes, ops.down_w, scale, *tail, exact, like=ops.hidden)
     return y * after.astype(y.dtype)
 

@@ -74,12 +74,13 @@ def _product(
     """`(x @ w) * scale`, or with `back` `(x @ w^T) * scale`, accumulated wide."""
     rows, kept = math.prod(x.shape[:-1]), w.shape[0 if back else 1]
     if is_explicit(x, w) or not _is_large(w):
-        return _whole(x, w, dtype, back) * scale
+        return _whole(x, w, dtype, back).astype(scale.dtype) * scale
     few = isinstance(rows, int) and rows <= FEW_ROWS
     factors, parts = _factors(x.reshape(rows, x.shape[-1]), dtype)
     if few and not back:
         y = _sum_of_blocks(factors, w)
-        y = (y.reshape(parts, rows, kept).sum(0) if parts > 1 else y) * scale
+        y = y.reshape(parts, rows, kept).sum(0) if parts > 1 else y
+        y = y.astype(scale.dtype) * scale
     else:
         scale = jnp.broadcast_to(scale, kept)
         y = _each_block(factors, w, scale, parts, 0 if back else 1)
@@ -198,11 +199,12 @@ def _each_block(
 
     def body(start, size, out):
         block = _block(w, start, size, axis, x.dtype)
-        y = lax.dot_general(x, block, dims, preferred_element_type=out.dtype)
+        acc = accumulator(x.dtype)
+        y = lax.dot_general(x, block, dims, preferred_element_type=acc)
         y = y.reshape(parts, rows, size).sum(0) if parts > 1 else y
-        y = y * lax.dynamic_slice_in_dim(scale, start, size)
+        y = y.astype(scale.dtype) * lax.dynamic_slice_in_dim(scale, start, size)
         return lax.dynamic_update_slice_in_dim(out, y, start, 1)
 
-    zeros = jnp.zeros((rows, w.shape[axis]), accumulator(x.dtype))
+    zeros = jnp.zeros((rows, w.shape[axis]), scale.dtype)
     size = BLOCK_COLUMNS if axis else BLOCK_ROWS
     return _loop(w.shape[axis], size, body, uniform(zeros, x, w, scale)[0])
