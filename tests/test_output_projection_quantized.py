@@ -9,6 +9,8 @@ from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax import MemrefTile, emit
+from neuronjax.sharding.mesh import make_mesh
+from neuronjax.sharding.output_projection import sharded_output_projection
 from tests.macro_case import error
 from tests.test_output_projection import (
     FORMS,
@@ -78,8 +80,15 @@ CASES.remove(("STATIC_MX", "DBNS"))
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
-@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn", "float32"])
-@pytest.mark.parametrize("sizes", [(2, 3, 8, 5), (1, 2, 6, 1), (3, 5, 96, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (None, (2, 3, 8, 5)),
+        (None, (3, 5, 96, 2)),
+        ("float8_e4m3fn", (1, 2, 6, 1)),
+        ("float32", (2, 3, 8, 5)),
+    ],
+)
 def test_every_kind_equals_the_equation(kind, form, dtype, sizes):
     """Both fp8 types; the bias, far from zero, comes behind the scales."""
     arrays, weight = quantized(kind, dtype, form=form, sizes=sizes)
@@ -246,6 +255,29 @@ def test_the_name_stays_and_the_scales_are_appended(kind):
     assert eqn.params["name"] == "OutputProjection"
     assert (config["quantization"], config["is_fp8_kernel"]) == (kind, True)
     assert len(eqn.invars) == sum(x is not None for x in arrays)
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+@pytest.mark.parametrize(("data", "tensor"), [(1, 3), (2, 2)])
+def test_heads_and_batch_split_over_a_mesh(kind, form, data, tensor):
+    """R-43: values and gradients are those of one device."""
+    arrays, _ = quantized(kind, form=form, sizes=(2, 2 * tensor, 4, 3))
+    mesh = make_mesh(data=data, tensor=tensor)
+
+    def split(attention, bias):
+        given = (attention, arrays[1], bias, *arrays[3:])
+        more = dict(form=form, batch="data", quantization_type=kind)
+        return sharded_output_projection(mesh, *given, **more)
+
+    def whole(attention, bias):
+        return project(form, kind, attention, arrays[1], bias, *arrays[3:])
+
+    live = (arrays[0], arrays[2])
+    out, pull = jax.vjp(jax.jit(split), *live)
+    expected, plain_pull = jax.vjp(whole, *live)
+    assert error(out, expected) < 1e-5
+    for a, b in zip(pull(jnp.cos(out)), plain_pull(jnp.cos(out)), strict=True):
+        assert error(a, b) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)

@@ -9,6 +9,8 @@ from jax import export
 
 import neuronjax
 from neuronjax import emit
+from neuronjax.sharding.mesh import make_mesh
+from neuronjax.sharding.qkv import shard_qkv_columns, sharded_qkv
 from tests.qkv_case import call, operands, reference
 
 HEADS = (2, 1, 4)
@@ -268,3 +270,33 @@ def test_vmap_equals_a_loop(blocks):
         one = run(arrays | {k: stacked[k][i] for k in names})
         for a, b in zip(got, one, strict=True):
             np.testing.assert_array_equal(np.asarray(a[i], "f4"), np.asarray(b, "f4"))
+
+
+@pytest.mark.parametrize("kind", ["ROW", "STATIC"])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_heads_split_over_a_mesh_with_their_scales_and_caches(
+    kind, data, tensor, blocks
+):
+    """R-43: each device writes the heads that it holds."""
+    heads = (4, 2, 4)
+    arrays, options = caching(blocks=blocks, heads=heads)
+    arrays["fused_qkv_weights"] = arrays["fused_qkv_weights"].astype("float8_e4m3")
+    scale = jnp.linspace(0.5, 1.5, 32 if kind == "ROW" else 3, dtype="float32")
+    arrays["qkv_w_scale"] = scale[None]
+    if kind == "STATIC":
+        arrays["qkv_in_scale"] = jnp.full((1, 1), 1 / 32, "float32")
+    options |= dict(quantization_type=kind)
+    expected = neuronjax.qkv_cte(**arrays, **options)
+    order = ["fused_qkv_weights", "bias"] + (["qkv_w_scale"] if kind == "ROW" else [])
+    counts = (heads[0], heads[1], tensor)
+    given = arrays | {k: shard_qkv_columns(arrays[k], *counts) for k in order}
+    mesh, batch = make_mesh(data=data, tensor=tensor), None if blocks else "data"
+    got = sharded_qkv(mesh, batch=batch, **given, **options)
+    # The query heads, and the heads of a cache, are in order: a group a device.
+    for a, b in zip(got, expected, strict=True):
+        a, b = (np.asarray(x, "float32") for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2)
+    if blocks and data > 1:
+        with pytest.raises(ValueError, match="batch must be None for block caches"):
+            sharded_qkv(mesh, batch="data", **given, **options)

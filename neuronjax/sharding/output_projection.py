@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.quantization.fp8 import is_fp8
+from neuronjax.primitives.options import QuantizationType
 from neuronjax.primitives.output_projection.macro import output_projection_kernel
 from neuronjax.sharding.mesh import require_axes
 
@@ -24,7 +26,10 @@ def sharded_output_projection(
     attention: Float[Array, "..."],
     weight: Float[Array, "rows d_model"],
     bias: Float[Array, "1 d_model"] | None = None,
+    weight_scale: Float[Array, "rows columns"] | None = None,
+    input_scale: Float[Array, "rows 1"] | None = None,
     *,
+    quantization_type: QuantizationType | str = "NONE",
     form: str = "BNDS",
     batch: str | None = None,
     heads: str | None = "tensor",
@@ -36,6 +41,10 @@ def sharded_output_projection(
         attention: `[B, N, D, S]`, or `[D, B, N, S]` for the decode form.
         weight: `[N*D, H]`, rows in the order of the heads.
         bias: `[1, H]`; it is added once, after the sums.
+        weight_scale: as in `output_projection_cte`, whole on every device: it belongs
+            to columns. So do the interleaved fours of rows to one device.
+        input_scale: as in `output_projection_cte`.
+        quantization_type: as in `output_projection_cte`.
         form: `"BNDS"` (prefill) or `"DBNS"` (decode).
         batch: the mesh axis that splits `B`; `None` keeps it whole.
         heads: the mesh axis that splits `N`; `None` keeps it whole.
@@ -56,10 +65,19 @@ def sharded_output_projection(
         ((1, 3, 5), 8.0)
     """
     require_axes("sharded_output_projection", mesh, batch=batch, heads=heads)
-    wide = accumulator(attention.dtype, weight.dtype)
+    narrow = is_fp8(weight.dtype)
+    wide = accumulator(attention.dtype, *([] if narrow else [weight.dtype]))
 
-    def local(attention, weight, bias):
-        out = output_projection_kernel(attention, weight, form=form, output_dtype=wide)
+    def local(attention, weight, bias, *scales):
+        out = output_projection_kernel(
+            attention,
+            weight,
+            None,
+            *scales,
+            quantization_type=quantization_type,
+            form=form,
+            output_dtype=wide,
+        )
         out = out if heads is None else lax.psum(out, heads)
         out = out if bias is None else out + bias.astype(wide)
         return out.astype(attention.dtype)
@@ -68,6 +86,6 @@ def sharded_output_projection(
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(split, P(heads), P()),
+        in_specs=(split, P(heads), P(), P(), P()),
         out_specs=P(batch),
-    )(attention, weight, bias)
+    )(attention, weight, bias, weight_scale, input_scale)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from neuronjax.primitives.options import QKVOutputLayout, member
+from neuronjax.primitives.options import QKVOutputLayout, QuantizationType, member
 from neuronjax.primitives.qkv import qkv_cte
 from neuronjax.sharding.mesh import require_axes
 
@@ -118,8 +118,11 @@ def sharded_qkv(
     batch: str | None = None,
     heads: str | None = "tensor",
     **options: Any,
-) -> Array:
+) -> Array | tuple[Array, ...]:
     """`qkv_cte` with the batch and the heads split over `mesh`.
+
+    The scale of a ROW weight is split like its columns, caches like the heads they
+    hold, and flat caches like the batch; nothing of either crosses the wire.
 
     Args:
         mesh: the devices.
@@ -129,28 +132,29 @@ def sharded_qkv(
         num_kv_heads: key heads, and value heads, of all devices together.
         batch: the mesh axis that splits `B`; `None` keeps it whole.
         heads: the mesh axis that splits heads; `None` keeps them whole.
-        **options: further arguments of `qkv_cte`; `bias` in the order of the columns.
+        **options: further arguments of `qkv_cte`; `bias` and the scale of a ROW weight
+            in the order of the columns.
 
     Returns:
         What `qkv_cte` returns, columns (or heads, for `NBSd`) in sharded order:
         `[B, S, I]` split as `(batch, None, heads)`, or `[N, B, S, d]` as
-        `(heads, batch)`.
+        `(heads, batch)`; with caches these too, `[.., .., heads]`.
 
     Raises:
-        ValueError: the mesh lacks an axis, or the heads do not divide.
+        ValueError: the mesh lacks an axis, the heads do not divide, or block caches
+            meet a split batch: every device would write its own tokens alone.
     """
     require_axes("sharded_qkv", mesh, batch=batch, heads=heads)
     shards = 1 if heads is None else mesh.shape[heads]
     head_order(num_q_heads, num_kv_heads, shards)
     arrays = {k: v for k, v in options.items() if isinstance(v, jax.Array)}
     static = {k: v for k, v in options.items() if k not in arrays}
-    specs = dict(
-        bias=P(None, heads), gamma_norm_weights=P(), layer_norm_bias=P()
-    ) | dict.fromkeys(
-        ("mlp_prev", "attention_prev", "cos_cache", "sin_cache"), P(batch)
-    )
+    specs = _specs(arrays, static, batch, heads)
     layout = member(QKVOutputLayout, static.get("output_layout", "BSD"))
     by_head = layout is QKVOutputLayout.NBSd
+    out_specs: Any = P(heads, batch) if by_head else P(batch, None, heads)
+    if "k_cache" in arrays:
+        out_specs = (out_specs, specs["k_cache"], specs["v_cache"])
     local = jax.shard_map(
         lambda x, w, more: qkv_cte(
             x,
@@ -161,7 +165,27 @@ def sharded_qkv(
             **static,
         ),
         mesh=mesh,
-        in_specs=(P(batch), P(None, heads), {k: specs.get(k, P()) for k in arrays}),
-        out_specs=P(heads, batch) if by_head else P(batch, None, heads),
+        in_specs=(P(batch), P(None, heads), specs),
+        out_specs=out_specs,
     )
     return local(jnp.asarray(input), fused_qkv_weights, arrays)
+
+
+def _specs(
+    arrays: dict[str, Any], static: dict[str, Any], batch: Any, heads: Any
+) -> dict[str, P]:
+    """How each array among the options is split."""
+    by_token = "mlp_prev attention_prev cos_cache sin_cache slot_mapping".split()
+    specs = dict(bias=P(None, heads)) | dict.fromkeys(by_token, P(batch))
+    kind = member(QuantizationType, static.get("quantization_type", "NONE"))
+    if kind is QuantizationType.ROW:
+        specs["qkv_w_scale"] = P(None, heads)
+    blocks = "slot_mapping" in arrays
+    if blocks and batch is not None:
+        raise ValueError(
+            "sharded_qkv: batch must be None for block caches, which all sequences "
+            f"share, got {batch!r}"
+        )
+    cache = P(None if blocks else batch, None, heads)
+    specs |= dict.fromkeys(("k_cache", "v_cache"), cache)
+    return {k: specs.get(k, P()) for k in arrays}
