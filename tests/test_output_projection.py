@@ -233,8 +233,6 @@ def test_a_size_of_the_error_passes():
 
 
 UNBUILT = [
-    ("output_projection_cte", "quantization_type", "MX"),
-    ("output_projection_kernel", "quantization_type", "MX"),
     ("output_projection_tkg", "sbm", object()),
 ]
 

@@ -25,12 +25,16 @@ def known(x: Any) -> np.ndarray | None:
 def require_divisors(function: str, **scales: Any) -> None:
     """Refuses a scale that divides and is not positive and finite.
 
+    A scale of integers holds the exponents of blocks: any will do.
+
     Raises:
         ValueError: it names the first such scale.
     """
     for name, scale in scales.items():
         held = known(scale)
-        if held is not None and not ((held > 0) & np.isfinite(held)).all():
+        if held is None or held.dtype.kind in "iu":
+            continue
+        if not ((held > 0) & np.isfinite(held)).all():
             raise ValueError(
                 f"{function}: {name} must be positive and finite, it divides, got "
                 f"{held.ravel()[0]}"

@@ -52,7 +52,7 @@ def mx_facts(
     """The facts of one call; empty words where it is not block-scaled."""
     if not is_mx(call, names):
         words = dict.fromkeys(("mx_unlike", "mx_format", "mx_hidden"), "")
-        return dict(words, is_mx=False, mx_d_ff=32, mx_width=TILE)
+        return words | dict(is_mx=False, mx_d_ff=32, mx_width=TILE)
     named = getattr(call, "weight_dtype", None)
     kind = weight_format(operands["up_w"], named)
     width, d_ff = sizes_of(operands)

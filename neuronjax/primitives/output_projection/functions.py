@@ -6,15 +6,10 @@ from jaxtyping import Array, Float
 from neuronjax.primitives import contracts
 from neuronjax.primitives.known import require_divisors
 from neuronjax.primitives.options import QuantizationType, refuses
-from neuronjax.primitives.output_projection.macro import (
-    BUILT,
-    INSTEAD,
-    output_projection_kernel,
-)
+from neuronjax.primitives.output_projection.macro import output_projection_kernel
 from neuronjax.primitives.output_projection.rules import facts
 
 
-@refuses(INSTEAD, quantization_type=BUILT)
 @contracts.contracted(facts("BNDS"))
 def output_projection_cte(
     attention: Float[Array, "batch num_heads head_dim seq"],
@@ -35,7 +30,10 @@ def output_projection_cte(
     - `STATIC`: $c(a) = \mathrm{fp8}(\mathrm{clip}(a / s_{in}, \pm 240))$ and `s` is
       `weight_scales * input_scales`;
     - `STATIC_MX`: the same with a clip at 448 and rows stored interleaved: the weight
-      is a `[N*D/4, H, 4]`, whose last axis holds four rows.
+      is a `[N*D/4, H, 4]`, whose last axis holds four rows;
+    - `MX`: $c(a)$ rounds blocks of 32 along `N*D` to float8_e4m3fn with one power of
+      two each, and so are the weight's blocks of 32 rows: four consecutive rows share
+      a container, and `s` is inside the sum.
 
     A weight in a wider dtype than fp8 is the vendor's reference: activations are
     clipped and not rounded. Differentiation: a rounding passes straight through,
@@ -43,15 +41,18 @@ def output_projection_cte(
     constants.
 
     Args:
-        attention: `[B, N, D, S]`, any floating dtype of at least 16 bits.
-        weight: `[N*D, H]`; row `n*D + d` belongs to channel `d` of head `n`.
+        attention: `[B, N, D, S]`, any floating dtype of at least 16 bits; for MX also
+            quantized, `[B, 1, N*D/4, S]` in uint32.
+        weight: `[N*D, H]`; row `n*D + d` belongs to channel `d` of head `n`. For MX
+            `[N*D/4, H]`: float4_e2m1fn in uint16 or float8_e4m3fn in uint32.
         bias: `[1, H]`, added in float32, after the scales.
-        quantization_type: `NONE`, `STATIC`, `ROW` or `STATIC_MX`; `MX` is not built
-            yet.
+        quantization_type: `NONE`, `STATIC`, `ROW`, `STATIC_MX` or `MX`.
         input_scales: float32, `[1, 1]`, for both `STATIC` kinds; positive.
         weight_scales: float32, `[1, 1]`, for `ROW` `[1, H]`. A scale may have 128 rows
-            instead, all alike: the first is read.
-        output_dtype: dtype of the result; that of `attention` unless named.
+            instead, all alike: the first is read. MX: uint8 `[N*D/32, H]`, and
+            `input_scales` `[B, N*D/32, S]` with a quantized `attention` only.
+        output_dtype: dtype of the result; that of `attention` unless named, for MX
+            bfloat16.
 
     Returns:
         `[B, S, H]`; sums are float32.
@@ -60,7 +61,6 @@ def output_projection_cte(
         ValueError: the arguments break a rule; one error lists all of them. The chip's
             limits (`D` 128, `N` 17, `H` 20705, `B*S` 131072) are reported by
             `neuronjax.can` and do not hold here.
-        NotImplementedError: an option is not built yet.
 
     Source:
         aws-neuron/nki-library, `core/output_projection/output_projection_cte.py`.
@@ -84,7 +84,7 @@ def output_projection_cte(
     )
 
 
-@refuses(INSTEAD, sbm=None)
+@refuses("arrays need no buffer manager: calls without one are", sbm=None)
 @contracts.contracted(facts("DBNS"))
 def output_projection_tkg(
     attention: Float[Array, "head_dim batch num_heads seq"],

@@ -17,12 +17,17 @@ from jaxtyping import Array
 from neuronjax.kernels import output_projection as kernel
 from neuronjax.kernels import output_projection_quantized as quantized
 from neuronjax.kernels.dtypes import is_differentiable
+from neuronjax.kernels.mx import output_projection as blocks
+from neuronjax.kernels.mx.formats import E4M3FN
+from neuronjax.kernels.mx.layout import CONTIGUOUS, pack_weight
 from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.known import require_divisors
 from neuronjax.primitives.macro import Example, MacroFamily
-from neuronjax.primitives.options import QuantizationType, member, refuses
+from neuronjax.primitives.mx.formats import weight_format
+from neuronjax.primitives.options import QuantizationType, member
 from neuronjax.primitives.output_projection import (
+    mx_rules,  # noqa: F401  enters the rows
     quantized_rules,  # noqa: F401  enters the rows
 )
 from neuronjax.primitives.output_projection.rules import core_count, facts
@@ -36,12 +41,9 @@ from neuronjax.primitives.tile import (
 NAME, BACKWARD = "OutputProjection", "OutputProjectionBwd"
 QUANTIZED = "OutputProjection (static fp8)"
 Operand = Array | MemrefTile
-INSTEAD = "STATIC, ROW, STATIC_MX and unquantized weights [N*D, H] are"
-# What `quantization_type` may be before it is looked at; ROW_MX breaks a rule.
-BUILT = tuple(kind for kind in QuantizationType if kind is not QuantizationType.MX)
+BLOCK_SCALED = "OutputProjection (block-scaled fp8)"
 
 
-@refuses(INSTEAD, quantization_type=BUILT)
 @contracts.contracted(facts(None))
 def output_projection_kernel(
     attention: Operand,
@@ -65,7 +67,8 @@ def output_projection_kernel(
         bias: `[1, H]`; a tile lies on `H`.
         weight_scale: as in the public functions; a tile lies on its columns.
         input_scale: as in the public functions; a tile lies on its column.
-        quantization_type: `NONE`, `STATIC`, `ROW`, or for `"BNDS"` `STATIC_MX`.
+        quantization_type: `NONE`, `STATIC`, `ROW`, or for `"BNDS"` `STATIC_MX` and
+            `MX`, which takes no tiles.
         form: `"BNDS"` (prefill) or `"DBNS"` (decode).
         transpose_out: decode only: the transposed layout of `output_projection_tkg`.
         lnc: the cores of that layout.
@@ -91,6 +94,8 @@ def output_projection_kernel(
     if kind is not QuantizationType.NONE:
         operands += (weight_scale, input_scale)
         config |= dict(quantization=kind.name, is_fp8_kernel=is_fp8(weight.dtype))
+    if kind is QuantizationType.MX:
+        config |= _block_config(attention, weight, output_dtype)
     if not is_tiled:
         return output_projection(*operands, name=NAME, **config)[0]
     names = ("attention", "weight", "bias", "weight_scale", "input_scale")
@@ -103,13 +108,29 @@ def output_projection_kernel(
     return out
 
 
+def _block_config(attention: Any, weight: Any, out_dtype: Any) -> dict[str, Any]:
+    """What a block-scaled call has in its config beside the rest, or otherwise."""
+    kind = weight_format(weight)
+    assert kind is not None
+    return dict(
+        is_fp8_kernel=kind.bits == 8,
+        weight_format=kind.name,
+        is_packed=not is_differentiable(attention.dtype),
+        out_dtype=jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype).name,
+    )
+
+
 def _leaf(*operands, **config):
+    if config.get("quantization") == "MX":
+        return blocks.mx_output_projection_fwd(*operands, **config)
     if "quantization" in config:
         return quantized.quantized_output_projection_fwd(*operands, **config)
     return kernel.output_projection_fwd(*operands, **config)
 
 
 def _plain(*operands, **config):
+    if config.get("quantization") == "MX":
+        return blocks.mx_output_projection_plain(*operands, **config)
     if "quantization" in config:
         return quantized.quantized_output_projection_plain(*operands, **config)
     return kernel.output_projection_plain(*operands, **config)
@@ -120,6 +141,7 @@ def _emit_backward(operands, outs, cotangents, *, name, **config):
     grads = output_projection_backward(
         *operands, *cotangents, name=BACKWARD, has_bias=has_bias, **config
     )
+    grads = (None, *grads) if config.get("is_packed") else grads
     grads = grads if has_bias else (*grads, None)
     if "quantization" not in config:
         return grads
@@ -135,6 +157,9 @@ def _no_gradient(x):
 
 
 def _backward_leaf(*args, has_bias, **config):
+    if config.get("quantization") == "MX":
+        found = blocks.mx_output_projection_bwd(*args, **config)
+        return tuple(grad for grad in found if grad is not None)
     if "quantization" in config:
         grads = quantized.quantized_output_projection_bwd(*args, **config)
         return grads if has_bias else grads[:1]
@@ -145,6 +170,7 @@ def _backward_leaf(*args, has_bias, **config):
 def _plain_backward(*args, name, has_bias, **config):
     *operands, d_out = args
     where = [0] if "quantization" in config else [0, 1]
+    where = [] if config.get("is_packed") else where
     where += [2] if has_bias else []
 
     def run(*moved):
@@ -164,6 +190,8 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     config: dict[str, Any] = dict(
         form="BNDS", transpose_out=False, cores=None, out_dtype=None, is_tiled=False
     )
+    if name == BLOCK_SCALED:
+        return _block_scaled_example(dtype, batch, config)
     if name == QUANTIZED:
         attention, weight, bias = operands[:3]
         scales = [jnp.full((1, 1), value, jnp.float32) for value in (0.5, 0.125)]
@@ -178,9 +206,22 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     return Example(tuple(operands), config, (0, None, None, 0), (0, None, None))
 
 
-def _gradient_names(*, has_bias, **config):
+def _block_scaled_example(dtype: Any, batch: int, config: dict[str, Any]) -> Example:
+    keys = jax.random.split(jax.random.key(1), 3)
+    attention = jax.random.normal(keys[0], (batch, 2, 16, 3), dtype)
+    weight = jax.random.normal(keys[1], (32, 6))
+    codes, scale = (x[:, 0] for x in pack_weight(weight, CONTIGUOUS, E4M3FN))
+    bias = jax.random.normal(keys[2], (1, 6), dtype)
+    config |= dict(quantization="MX", is_fp8_kernel=True, is_packed=False)
+    config |= dict(weight_format=E4M3FN.name, out_dtype=jnp.dtype(dtype).name)
+    operands = (attention, codes, bias, scale, None)
+    return Example(operands, config, (0, None, None, None), (0,))
+
+
+def _gradient_names(*, has_bias, is_packed=False, **config):
+    attention = () if is_packed else ("d_attention",)
     weight = () if "quantization" in config else ("d_weight",)
-    return ("d_attention", *weight, *(("d_bias",) if has_bias else ()))
+    return (*attention, *weight, *(("d_bias",) if has_bias else ()))
 
 
 output_projection_backward = MacroFamily(
@@ -199,5 +240,5 @@ output_projection = MacroFamily(
     outputs=("out",),
     backward=_emit_backward,
     example=_example,
-    variants=(QUANTIZED,),
+    variants=(QUANTIZED, BLOCK_SCALED),
 )

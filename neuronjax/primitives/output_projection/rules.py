@@ -12,6 +12,7 @@ from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
 from neuronjax.primitives.options import QuantizationType, member, members
+from neuronjax.primitives.output_projection.mx_facts import mx_facts
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
 PREFILL, DECODE = "output_projection_cte", "output_projection_tkg"
@@ -44,6 +45,8 @@ def facts(form: str | None):
         operands = dict(attention=call.attention, weight=call.weight, bias=call.bias)
         kind = member(QuantizationType, call.quantization_type)
         scaled = kind not in (None, QuantizationType.NONE)
+        mx = mx_facts(call, kind, *_scales(call).values())
+        checked = {k: x for k, x in operands.items() if k not in mx["mx_packed"]}
         width = shapes[1][-1] if ranked else 0
         return dict(
             attention_shape=shapes[0],
@@ -62,7 +65,8 @@ def facts(form: str | None):
                 call, "TRANSPOSE_OUT", getattr(call, "transpose_out", 0)
             ),
             cores=core_count(getattr(call, "lnc", None), width),
-            odd_dtype=_odd_dtype(operands, {"weight"} if scaled else set()),
+            odd_dtype=_odd_dtype(checked, {"weight"} if scaled else set()),
+            **mx,
             off_axis=_off_axis(operands | _scales(call), layout),
             **sizes,
         )
@@ -229,7 +233,9 @@ _row(
     "rows",
     ALL,
     "weight must have N*D = {N}*{D} rows, those of attention, got {weight_shape}",
-    lambda c: c.weight_shape[:-1] != ((c.N, c.D) if c.tiled else (c.N * c.D,)),
+    lambda c: (
+        not c.is_mx and c.weight_shape[:-1] != ((c.N, c.D) if c.tiled else (c.N * c.D,))
+    ),
     example=given_arguments(weight=(6, 6)),
 )
 _row(
@@ -262,7 +268,7 @@ _row(
     "chip_head_dim",
     ALL,
     "the chip takes D up to 128 for attention, got {attention_shape}",
-    size=Size("D", lambda c: c.D, maximum=128),
+    size=Size("D", lambda c: 1 if c.is_mx else c.D, maximum=128),
     example=given_arguments(attention=(1, 2, 130, 3), weight=(260, 6)),
     tag="hw",
 )
@@ -270,7 +276,7 @@ _row(
     "chip_heads",
     (PREFILL,),
     "the chip takes N up to 17 for attention, got {attention_shape}",
-    size=Size("N", lambda c: c.N, maximum=17),
+    size=Size("N", lambda c: 1 if c.is_mx else c.N, maximum=17),
     example=given_arguments(attention=(1, 18, 4, 3), weight=(72, 6)),
     tag="hw",
 )
