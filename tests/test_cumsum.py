@@ -64,6 +64,9 @@ def test_a_mapped_call_equals_a_loop():
         got = jax.vmap(neuronjax.cumsum, axis, axis)(x)
         rows = [neuronjax.cumsum(r) for r in jnp.moveaxis(x, axis, 0)]
         np.testing.assert_allclose(got, jnp.stack(rows, axis), rtol=1e-6, atol=1e-6)
+    twice = jax.vmap(jax.vmap(neuronjax.cumsum))
+    np.testing.assert_allclose(twice(x), neuronjax.cumsum(x), rtol=1e-6, atol=1e-6)
+    assert neuronjax.trace(twice, x).count("CumSum") == 1
 
 
 def test_rows_may_be_split_over_a_mesh():

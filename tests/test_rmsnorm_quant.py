@@ -142,6 +142,40 @@ def test_values_past_the_end_saturate_and_nan_stays():
     assert codes[0, 6:].astype(jnp.float32).tolist() == [240, -240]
 
 
+@pytest.mark.parametrize("width", [96, 100])
+@pytest.mark.parametrize("place", [0, 17, 95])
+def test_a_nan_or_infinity_stays_in_its_row_and_out_of_the_scale(width, place):
+    """Under jit, where XLA fuses the maximum: it may drop what stands beside a NaN."""
+    x, gain = operands((6, width))
+    broken = x.at[2, place].set(jnp.nan).at[4, place].set(-jnp.inf)
+    for norm in ("RMS_NORM", "NO_NORM"):
+        kargs, given = settings(norm_type=norm), gain if norm == "RMS_NORM" else None
+        run = jax.jit(
+            lambda x, g=given, kargs=kargs: neuronjax.rmsnorm_quant(
+                x, g, kargs, packed=False
+            )
+        )
+        (codes, scale), (wanted, expected) = run(broken), run(x)
+        whole = np.array([0, 1, 3, 5])
+        np.testing.assert_array_equal(codes[whole], wanted[whole])
+        np.testing.assert_array_equal(scale[whole], expected[whole])
+        assert np.isfinite(scale).all()
+        wide = np.asarray(codes, np.float32)
+        if norm == "NO_NORM":
+            rest = np.delete(np.asarray(x), place, axis=1)
+            top = np.abs(rest[[2, 4]]).max(-1, keepdims=True)
+            np.testing.assert_allclose(scale[np.array([2, 4])], top / 240, rtol=1e-6)
+            assert np.isnan(wide[2]).sum() == 1 and wide[4, place] == -240
+        else:  # the mean of squares is NaN, or infinite
+            assert np.isnan(wide[2]).all()
+            assert np.isnan(wide[4, place]) and not np.delete(wide[4], place).any()
+    gain = gain.at[place].set(jnp.nan)
+    codes, scale = jax.jit(lambda x: neuronjax.rmsnorm_quant(x, gain, packed=False))(x)
+    (_, expected) = reference(x, gain.at[place].set(0), settings())
+    np.testing.assert_allclose(scale, expected, rtol=1e-5)
+    assert (np.isnan(np.asarray(codes, np.float32)).sum(0) > 0).sum() == 1
+
+
 def test_float16_squares_do_not_overflow():
     """R-19: 300 squared is past float16."""
     x = jnp.full((1, 4), 300, jnp.float16)

@@ -4,10 +4,11 @@ The norm is that of `rms_norm.py`; fp8 is e4m3 that ends at 240. Two passes over
 one for its sum of squares and its largest `|x * gain|`, one that scales and rounds. The
 reciprocal root and the scale's reciprocal meet in one factor of a row.
 
-What was measured, 4096 x 4096 float32 on two x86 cores: XLA's own cast to fp8 takes
-1.5 times as long as the whole leaf with integer rounding; reductions over a major axis
-(`LANES` columns stay) vectorise, those over the last axis alone take twice as long;
-joining codes and scale bytes as fp8 instead of uint8 costs three times the leaf.
+What was measured, 4096 x 4096 float32 on two x86 cores, jax 0.10.2: the leaf takes
+21 ms; with XLA's own cast to fp8 30, with a clip before that 49. Reductions vectorise
+over a major axis, where `LANES` columns stay. Joining codes and scale bytes as fp8
+instead of uint8 takes 62. A comparison in front of the maximum keeps XLA from fusing
+it and writes the rows out once more: 51.
 """
 
 import math
@@ -74,6 +75,24 @@ def _reciprocal_root(x: jax.Array, eps: float, axes: tuple[int, ...]) -> jax.Arr
     return jnp.where(square == 0, jnp.zeros_like(square), lax.rsqrt(square))
 
 
+def _largest(
+    x: jax.Array, gain: jax.Array | None, factor: jax.Array | None, axes: tuple
+) -> jax.Array:
+    """The largest finite magnitude of each normalised row.
+
+    XLA on a CPU drops values from a fused maximum that meets a NaN. With a norm the
+    factor tells of NaN and infinity in a row (its finite values are then 0), and only
+    the gain is cleaned; without one the row itself is, at three times the time.
+    """
+    if factor is None:
+        size = jnp.abs(x)
+        finite = jnp.where(size < jnp.inf, size, jnp.zeros_like(size))
+        return _over_features(finite, axes, add=False)
+    if gain is not None:
+        x = x * jnp.where(jnp.isfinite(gain), gain, jnp.zeros_like(gain))
+    return _over_features(jnp.abs(x), axes, add=False) * factor
+
+
 def _row_scale(top: jax.Array, lower_bound: float, scale_dtype: str) -> jax.Array:
     """The dequantization scale of rows whose largest magnitude is `top`."""
     top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top))
@@ -108,15 +127,13 @@ def rmsnorm_quant_fwd(
     axes = TILE if is_tiled else LAST
     x = hidden.astype(accumulator(hidden.dtype))
     factor = _reciprocal_root(x, eps, axes) if norm == "rms" else None
-    if gain is not None:
-        x = x * per_feature(gain, x, axes).astype(x.dtype)
+    gain = None if gain is None else per_feature(gain, x, axes).astype(x.dtype)
     if dequant_scale is not None:
         inverse = 1 / dequant_scale.reshape(-1)[0].astype(x.dtype)
+        x = x if gain is None else x * gain
         return (_codes(x * (inverse if factor is None else factor * inverse)),)
-    size = jnp.abs(x)
-    finite = jnp.where(size < jnp.inf, size, jnp.zeros_like(size))
-    top = _over_features(finite, axes, add=False)
-    top = top if factor is None else top * factor
+    top = _largest(x, gain, factor, axes)
+    x = x if gain is None else x * gain
     scale = _row_scale(top, lower_bound, scale_dtype)
     scaled = x * (1 / scale if factor is None else factor / scale)
     if INACTIVE < lower_bound < LIMIT * FLOOR:  # the floor: no saturation clips there
@@ -181,7 +198,8 @@ def rmsnorm_quant_plain(
         n = n / jnp.sqrt(jnp.mean(n**2, axis=-1, keepdims=True) + eps)
         n = n * gain.reshape(-1).astype(n.dtype)
     if dequant_scale is not None:
-        outs = (saturate(n / dequant_scale.reshape(-1)[0].astype(n.dtype), E4M3),)
+        static = dequant_scale.reshape(-1)[0].astype(n.dtype)
+        outs: tuple = (saturate(n / static, E4M3),)
     else:
         outs = _plain_rows(n, lower_bound, scale_dtype)
     if is_tiled:
@@ -193,7 +211,8 @@ def rmsnorm_quant_plain(
         )
     if not packed:
         return outs
-    return (join_rows(lax.bitcast_convert_type(outs[0], jnp.uint8), outs[1]),)
+    codes, scale = outs
+    return (join_rows(lax.bitcast_convert_type(codes, jnp.uint8), scale),)
 
 
 def _plain_rows(n, lower_bound, scale_dtype):

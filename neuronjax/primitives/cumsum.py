@@ -1,6 +1,6 @@
 """Running sums: the public function, the macros `CumSum` and `CumSumBwd`.
 
-The output carries the checkpoint name `cumsum_out`.
+The output carries the checkpoint name `cum_sum_out`.
 """
 
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def cumsum(x: Float[Array, "*batch n"], axis: int = -1) -> Float[Array, "*batch 
 
     Returns:
         An array of the shape and dtype of `x`. The sums are float32, or float64 for
-        float64, and rounded once. Its checkpoint name is `cumsum_out`.
+        float64, and rounded once. Its checkpoint name is `cum_sum_out`.
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them. The chip's
@@ -88,22 +88,29 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     return Example((x,), {}, (0,), (0,))
 
 
+_NONE_MAPPED = {
+    "vmap (None, 0, ..)": "it has one operand: nothing would be mapped",
+    "vmap of vmap": "it has one operand: the outer vmap would map nothing",
+}
+# JAX has a primitive of the name `cumsum`.
 cumsum_backward = MacroFamily(
-    "cumsum_bwd",
+    "cum_sum_bwd",
     (BACKWARD,),
     kernel.cumsum_bwd,
     plain=kernel.cumsum_plain,
     outputs=("dx",),
     example=_example,
+    refuses=_NONE_MAPPED,
 )
 cumsum_family = MacroFamily(
-    "cumsum",
+    "cum_sum",
     (NAME,),
     kernel.cumsum_fwd,
     plain=kernel.cumsum_plain,
     outputs=("out",),
     backward=_emit_backward,
     example=_example,
+    refuses=_NONE_MAPPED,
 )
 
 
