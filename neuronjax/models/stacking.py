@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from neuronjax.nn.quantization.codes import as_bytes, as_codes
+
 
 def stack_layers(layers: Sequence[nnx.Module]) -> Any:
     """One module whose every array holds those of `layers`, on a new leading axis."""
     graphs, states = zip(*map(nnx.split, layers), strict=True)
 
     def stack(*rows):
-        value = jnp.stack([row[...] for row in rows])
+        value = jnp.stack([as_bytes(row[...]) for row in rows])
         return rows[0].replace(value, out_sharding=(None, *rows[0].out_sharding))
 
     return nnx.merge(graphs[0], jax.tree.map(stack, *states, is_leaf=_is_variable))
@@ -25,8 +27,8 @@ def unstack_layers(layers: Any, count: int) -> list[Any]:
 
     def row(i):
         def take(stacked):
-            names = stacked.out_sharding[1:]
-            return stacked.replace(stacked[...][i], out_sharding=names)
+            value = as_codes(stacked[...][i], stacked)
+            return stacked.replace(value, out_sharding=stacked.out_sharding[1:])
 
         return jax.tree.map(take, state, is_leaf=_is_variable)
 

@@ -11,25 +11,21 @@ from jaxtyping import Array, Float
 from neuronjax.nn.attention import Attention
 from neuronjax.nn.mlp import MLP
 from neuronjax.nn.parameter import at_dtype
+from neuronjax.nn.quantization.codes import Codes, codes, read
 from neuronjax.nn.quantization.scheme import Scheme, Stored
-
-
-class Codes(nnx.Variable):
-    """A quantized weight or a scale: a constant, not a parameter to train."""
 
 
 def _codes(stored: Mapping[str, Stored]) -> nnx.Dict:
     def variable(item: Stored) -> Codes:
         # Stacked layers have a leading axis that nothing splits.
         lead = (None,) * (item.value.ndim - len(item.names))
-        names = (*lead, *item.names)
-        return Codes(item.value, out_sharding=names, eager_sharding=False)
+        return codes(item.value, (*lead, *item.names), stacked=bool(lead))
 
     return nnx.Dict({name: variable(item) for name, item in stored.items()})
 
 
-def _values(codes: nnx.Dict) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(code[...]) for name, code in codes.items()}
+def _values(held: nnx.Dict) -> dict[str, jax.Array]:
+    return {name: read(code) for name, code in held.items()}
 
 
 class QuantizedMLP(nnx.Module):

@@ -48,9 +48,9 @@ def quantize(
         call: how to run it, `call(model, input)`; by default `model(input)`.
 
     Returns:
-        A copy that shares what is not quantized with `model`. Its quantized weights are
-        no `nnx.Param`: `nnx.grad` and optimizers leave them alone. Gradients pass
-        straight through rounding and are zero beyond a clip.
+        A copy that shares what is not quantized with `model`. Its quantized weights
+        are no `nnx.Param`: `nnx.grad` and optimizers leave them
+        alone. Gradients pass straight through rounding and are zero beyond a clip.
 
     Raises:
         ValueError: `mode` is unknown, there is nothing to quantize, `calibration` is
@@ -65,8 +65,9 @@ def quantize(
         >>> from flax import nnx
         >>> from neuronjax import nn, quantize
         >>> layer = nn.MLP(128, 256, rngs=nnx.Rngs(0))
-        >>> quantize(layer, "row-fp8").codes["up"].dtype
-        dtype(float8_e4m3)
+        >>> new = quantize(layer, "row-fp8")
+        >>> new.codes["up"].dtype, new.codes["up_scale"].shape
+        (dtype(float8_e4m3), (256,))
     """
     scheme = _scheme(mode)
     if scheme.calibrated != (calibration is not None):
