@@ -145,6 +145,32 @@ def test_no_product_is_computed_twice():
     assert found.count("dot_general") == 6
 
 
+def test_forward_and_backward_need_no_more_memory_than_plain_jax():
+    """A batch of one, whose unit axis kept XLA from reusing its buffers."""
+    arrays, _, _ = call_of(PLAIN, lead=(1, 256), d_model=96, d_ff=288, dtype="float32")
+    x, *weights = arrays.values()
+
+    def plain(x, gate, up, down):
+        return (jax.nn.silu(x[0] @ gate) * (x[0] @ up)) @ down
+
+    def macro(*given):
+        return neuronjax.mlp(*given)[0][0]
+
+    def both(fun):
+        def run(*given):
+            out, pull = jax.vjp(fun, *given)
+            return out, pull(jnp.ones_like(out))
+
+        return run
+
+    for form in (lambda f: f, both):
+        used, wanted = (
+            jax.jit(form(f)).lower(x, *weights).compile().memory_analysis()
+            for f in (macro, plain)
+        )
+        assert used.temp_size_in_bytes <= wanted.temp_size_in_bytes
+
+
 def test_the_gradient_holds_the_backward_macro():
     arrays, settings, _ = call_of(FULL, dtype="float32")
     seen = neuronjax.trace(

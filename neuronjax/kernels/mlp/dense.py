@@ -27,6 +27,8 @@ from neuronjax.kernels.mlp.operands import (
     Options,
     live_operands,
     parts,
+    rows_bwd,
+    rows_fwd,
     stored_dtype,
 )
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
@@ -55,6 +57,10 @@ class Rows:
 
     @staticmethod
     def weight_grad(x: jax.Array, dy: jax.Array, w: jax.Array) -> jax.Array:
+        if x.ndim == 2 and x.dtype.itemsize == 2:
+            # With two axes to contract XLA on a CPU writes the transpose of x out,
+            # which a product of narrow factors repays and one of float32 does not.
+            x, dy = x[None], dy[None]
         rows = _letters(x.ndim - 1)
         return _product(f"{rows}x,{rows}y->xy", x, dy, like=w).astype(w.dtype)
 
@@ -317,7 +323,7 @@ def mlp_fwd(
     """
     ops = Operands(hidden, gate_w, up_w, down_w, gamma, beta, gate_b, up_b, down_b)
     ops = ops._replace(addend=addend, residual=residual)
-    return _forward(ops, Options.of(config), Rows)
+    return rows_fwd(_forward, ops, Options.of(config), Rows)
 
 
 def mlp_bwd(
@@ -328,7 +334,7 @@ def mlp_bwd(
     Takes those operands, the outputs, and a cotangent or None for each output. The
     pre-activations come from the outputs: the products before them are not repeated.
     """
-    return _backward(*parts(operands), Options.of(config), Rows)
+    return rows_bwd(_backward, operands, Options.of(config), Rows)
 
 
 def mlp_tiled_fwd(

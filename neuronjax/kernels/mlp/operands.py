@@ -1,10 +1,11 @@
 """What the leaves of the feed-forward block are given: operands and the config bag."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from neuronjax.kernels.dtypes import is_differentiable
 
@@ -87,3 +88,38 @@ def parts(operands: tuple) -> tuple[Operands, tuple, tuple]:
     count = len(Operands._fields)
     half = count + (len(operands) - count) // 2
     return Operands(*operands[:count]), operands[count:half], operands[half:]
+
+
+def rows_fwd(
+    forward: Callable, ops: Operands, opts: Options, at: Any
+) -> tuple[jax.Array, ...]:
+    """Runs a forward on rows without their unit axes, such as that of a batch of one.
+
+    With them XLA on a CPU could not write the gated values over the pre-activations:
+    23 MB more for 2048 rows of 2816.
+    """
+    outs = forward(_without_units(ops), opts, at)
+    return tuple(x.reshape(*ops.hidden.shape[:-1], x.shape[-1]) for x in outs)
+
+
+def rows_bwd(
+    backward: Callable, operands: tuple, opts: Options, at: Any
+) -> tuple[jax.Array, ...]:
+    """The same for a backward: operands, outputs and cotangents."""
+    ops, *rest = parts(operands)
+    outs, cotangents = (tuple(map(_squeezed, xs)) for xs in rest)
+    grads = backward(_without_units(ops), outs, cotangents, opts, at)
+    shapes = [getattr(ops, key).shape for key in live_operands(ops)]
+    return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
+
+
+def _without_units(ops: Operands) -> Operands:
+    rows = ("hidden", "addend", "residual")
+    return ops._replace(**{key: _squeezed(getattr(ops, key)) for key in rows})
+
+
+def _squeezed(x: Option) -> Option:
+    if x is None:
+        return None
+    units = [i for i, size in enumerate(x.shape[:-1]) if size == 1]
+    return lax.squeeze(x, units[: x.ndim - 2])

@@ -32,6 +32,8 @@ from neuronjax.kernels.mlp.operands import (
     Options,
     live_operands,
     parts,
+    rows_bwd,
+    rows_fwd,
     stored_dtype,
 )
 from neuronjax.kernels.quantization.fp8 import unpack_rows
@@ -193,14 +195,15 @@ def quantized_mlp_fwd(
     are `[1, 1]`. An fp8 `hidden` is `[*batch, d_model]`, for ROW
     `[*batch, d_model + 4]`; the pre-activations then have the dtype of the result.
     """
-    return _forward(Operands(*operands), Options.of(config), ScaledRows)
+    ops, opts = Operands(*operands), Options.of(config)
+    return rows_fwd(_forward, ops, opts, ScaledRows)
 
 
 def quantized_mlp_bwd(
     *operands: Option, name: str, **config: Any
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands that have one, as `mlp_bwd` gives them."""
-    return _backward(*parts(operands), Options.of(config), ScaledRows)
+    return rows_bwd(_backward, operands, Options.of(config), ScaledRows)
 
 
 def quantized_mlp_tiled_fwd(
