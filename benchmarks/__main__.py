@@ -13,7 +13,15 @@ from benchmarks.harness import Result, drive
 from benchmarks.report import case_table, write
 from benchmarks.workload import Workload
 
-WORKLOADS = ("attention", "decode_attention", "swiglu", "decode_step", "quantized_step")
+WORKLOADS = (
+    "attention",
+    "decode_attention",
+    "swiglu",
+    "decode_step",
+    "quantized_step",
+    "rmsnorm_quant",
+    "router",
+)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 

@@ -15,4 +15,6 @@ def top_k_indices(x: Float[Array, "*rows n"], k: int) -> Int[Array, "*rows k"]:
     x = lax.stop_gradient(x)
     zero, nan = jnp.zeros((), x.dtype), jnp.full((), jnp.nan, x.dtype)
     keys = jnp.where(x == 0, zero, jnp.where(jnp.isnan(x), nan, x))
-    return lax.top_k(keys, k)[1].astype(jnp.int32)
+    # Behind the barrier XLA cannot fold a reader's slice into the k columns: it would
+    # no longer see a top-k there and sort whole rows, at twenty times the cost.
+    return lax.optimization_barrier(lax.top_k(keys, k)[1].astype(jnp.int32))
