@@ -129,19 +129,17 @@ def test_all_violations_come_in_one_error_with_a_size_that_passes():
 
 UNBUILT = {
     "qkv": dict(
-        quantization_type="MX",
+        quantization_type="STATIC_MX",
         sbm=object(),
         is_h_dim_4h_transposed=True,
-        weight_layout="MX_CONTIGUOUS",
     ),
     "qkv_cte": dict(
         quantization_type="STATIC_MX",
         sbm=object(),
         is_input_swizzled=True,
-        weight_layout="MX_INTERLEAVED",
     ),
     "qkv_tkg": dict(sbm=object(), is_h_dim_4h_transposed=True),
-    "qkv_kernel": dict(quantization_type="MX"),
+    "qkv_kernel": dict(quantization_type="STATIC_MX"),
     "qkv_fused_add_kernel": dict(quantization_type="STATIC_MX"),
 }
 
@@ -160,10 +158,13 @@ def test_an_option_that_is_not_built_refuses(function, option):
 
 def test_can_reports_an_option_that_is_not_built():
     report = neuronjax.can(
-        "qkv", jnp.zeros((2, 3, 128)), jnp.zeros((128, 16)), quantization_type="MX"
+        "qkv",
+        jnp.zeros((2, 3, 128)),
+        jnp.zeros((128, 16)),
+        quantization_type="STATIC_MX",
     )
     assert not report
-    assert "quantization_type = MX is not built yet" in str(report)
+    assert "quantization_type = STATIC_MX is not built yet" in str(report)
 
 
 def test_hints_change_no_value():

@@ -56,7 +56,7 @@ def to_blocks(x: Float[Array, "... k"], order: str) -> Float[Array, "... 4 p r"]
         return jnp.swapaxes(x.reshape(*lead, k // 4, 4), -1, -2)[..., None]
     if order == INTERLEAVED:
         pairs = jnp.swapaxes(x.reshape(*lead, 2, k // 4, 2), -1, -2)
-        return pairs.reshape(*lead, 4, k // 4, 1)
+        return lax.collapse(pairs, len(lead), len(lead) + 2)[..., None]
     return _to_tiles(x)
 
 
@@ -70,7 +70,7 @@ def from_blocks(
     if order == CONTIGUOUS:
         return jnp.swapaxes(x[..., 0], -1, -2).reshape(*lead, size)
     if order == INTERLEAVED:
-        pairs = x.reshape(*lead, 2, 2, size // 4)
+        pairs = x[..., 0].reshape(*lead, 2, 2, size // 4)
         return jnp.swapaxes(pairs, -1, -2).reshape(*lead, size)
     return _from_tiles(x, size)
 

@@ -13,6 +13,8 @@ from neuronjax.kernels.mx.layout import CONTIGUOUS, INTERLEAVED, unpack_weight
 from neuronjax.kernels.mx.linear import mx_linear_bwd, mx_linear_fwd
 from neuronjax.kernels.mx.plain import rounded_plain
 
+# What the config says of a block-scaled weight.
+BLOCK_OPTIONS = ("weight_format", "weight_layout")
 ORDERS = {"MX_CONTIGUOUS": CONTIGUOUS, "MX_INTERLEAVED": INTERLEAVED}
 
 

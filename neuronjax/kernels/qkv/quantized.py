@@ -4,7 +4,8 @@
 
 - ROW: `codes` are the normed activations as they are, `scale[c]` belongs to column `c`;
 - STATIC: `codes = fp8(clip(x / in_scale, -240, 240))`, and the scale is `in_scale`
-  times one value for all query, all key and all value columns.
+  times one value for all query, all key and all value columns;
+- MX: `codes` and `w` are blocks with a power of two each (`kernels.mx.qkv`).
 
 `PRODUCTS` names the products by the config's `quantization`. Weight and scales are
 constants; the derivative of a rounding is one, beyond a clip it is zero.
@@ -18,6 +19,7 @@ from jaxtyping import Array
 
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.linear import linear_fwd
+from neuronjax.kernels.mx.qkv import BLOCK_OPTIONS, mx_columns_bwd, mx_columns_fwd
 from neuronjax.kernels.qkv.cache import (
     quantized_cache_rows,
     write_block_rows,
@@ -125,7 +127,20 @@ def _static(form, dtype, scales, config):
     return Product(forward, backward)
 
 
-PRODUCTS = {"NONE": _unquantized, "ROW": _row, "STATIC": _static}
+def _block_scaled(form, dtype, scales, config):
+    """Whole tensors only; the cotangent keeps its wide precision."""
+    scale, read = scales[0], {key: config[key] for key in BLOCK_OPTIONS}
+
+    def forward(form, normed, w):
+        return mx_columns_fwd(normed, w, scale, **read)
+
+    def backward(form, normed, w, dy, hidden):
+        return None, mx_columns_bwd(normed, w, scale, dy, **read)
+
+    return Product(forward, backward)
+
+
+PRODUCTS = {"NONE": _unquantized, "ROW": _row, "STATIC": _static, "MX": _block_scaled}
 
 
 def scaled_product(dtype: Any, scale: Array) -> Product:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from neuronjax.kernels.mx.qkv import BLOCK_OPTIONS, mx_columns_plain
 from neuronjax.kernels.qkv.plain import (
     columns_plain,
     laid_out,
@@ -35,6 +36,10 @@ def qkv_quantized_plain(
         for x in operands[PLAIN : PLAIN + 2]
     ]
     product = functools.partial(_product, c=c, scales=scales)
+    if c.quantization == "MX":
+        packed: list[Any] = [operands[1], operands[PLAIN]]
+        read = {key: config[key] for key in BLOCK_OPTIONS}
+        product = lambda x, _: mx_columns_plain(x, *packed, **read)  # noqa: E731
     if c.quantization == "NONE":
         product = wide_product_plain
     y, x, statistics = columns_plain(o, c, product)

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from neuronjax.kernels.mx.formats import E4M3FN
+from neuronjax.kernels.mx.layout import INTERLEAVED, pack_weight
 from neuronjax.primitives.macro import Example
 from neuronjax.primitives.qkv.leaves import (
+    BLOCK_SCALED,
     GRADIENTS,
     QUANTIZED,
     TILED,
@@ -26,6 +29,8 @@ _CONFIG = dict(
 
 
 def example(name: str, dtype: Any, batch: int) -> Example:
+    if name == BLOCK_SCALED:
+        return _block_scaled_example(dtype, batch)
     if name == QUANTIZED:
         return _row_example(dtype, batch)
     if name == TILED:
@@ -78,6 +83,24 @@ def _row_example(dtype: Any, batch: int) -> Example:
     config |= dict(out_dtype=None, kv_dtype="float8_e4m3", kv_limits=(-240.0, 240.0))
     split = (0, None, None, None, None, 0, 0, None, None)
     return Example(operands, config, split, (0, 0, 0, 0))
+
+
+def _block_scaled_example(dtype: Any, batch: int) -> Example:
+    """MX in interleaved rows: norm, bias and rotation, no caches."""
+    x, w, gamma, bias, cos, sin = _normal(
+        dtype,
+        *((batch, 2, 32), (32, 16), (1, 32), (1, 16)),
+        *((batch, 2, 4), (batch, 2, 4)),
+    )
+    packed = pack_weight(w.astype(jnp.float32), INTERLEAVED, E4M3FN)
+    codes, scale = (z[:, 0] for z in packed)
+    operands = (x, codes, gamma, None, bias, None, None, cos, sin, scale)
+    operands += (None,) * 6
+    config = dict(_CONFIG, norm="rms", fused_add="none", layout="BSD", is_tiled=False)
+    config |= dict(quantization="MX", is_fp8_kernel=True, out_dtype=None)
+    config |= dict(kv_dtype=None, kv_limits=None, weight_format=E4M3FN.name)
+    config |= dict(weight_layout="MX_INTERLEAVED")
+    return Example(operands, config, (0, None, None, None, 0, 0, None), (0, 0))
 
 
 def _normal(dtype: Any, *shapes: tuple[int, ...]) -> list[Array]:

@@ -16,6 +16,7 @@ from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives.options import (
     NormType,
     QKVOutputLayout,
+    QKVWeightLayout,
     QuantizationType,
     member,
 )
@@ -127,6 +128,10 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
         batch, seq, width = shape["x"] if ranked else (0, 0, 0)
         rope = operands["cos"] is not None
         quantization = member(QuantizationType, call.quantization_type)
+        # Block-scaled weights and scales have dtypes of their own.
+        is_mx = quantization is QuantizationType.MX
+        packed = {"w", "w_scale"} if is_mx else set()
+        order = getattr(call, "weight_layout", QKVWeightLayout.CONTIGUOUS)
         found: dict[str, Any] = dict(
             arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
             shape=SimpleNamespace(**shape),
@@ -141,8 +146,10 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             norm=member(NormType, getattr(call, names["norm"])),
             quantization=quantization,
             tiled=any(isinstance(x, MemrefTile) for x in operands.values()),
-            floats=_narrow_or_integer(operands, names, _fp8_operands(call)),
-            scale_dtypes=_other_scales(operands, names),
+            floats=_narrow_or_integer(operands, names, _fp8_operands(call), packed),
+            scale_dtypes=_other_scales(operands, names, packed),
+            weight_order=member(QKVWeightLayout, order),
+            is_mx=bool(packed),
             cache_dtypes=_odd_caches(operands, getattr(call, "kv_dtype", None)),
             traced=_traced(call, names["eps"]),
             off_axis=_off_axis(operands, names),
@@ -164,10 +171,12 @@ def _fp8_operands(call: SimpleNamespace) -> set[str]:
 
 
 def _narrow_or_integer(
-    operands: dict[str, Any], names: dict[str, str], fp8: set[str]
+    operands: dict[str, Any], names: dict[str, str], fp8: set[str], packed: set[str]
 ) -> str:
     """The first operand of a dtype that is not built, described; empty if none is."""
     for key in PLAIN:
+        if key in packed:
+            continue
         dtype: Any = getattr(operands[key], "dtype", None)
         if operands[key] is None or dtype in _DTYPES or (key in fp8 and is_fp8(dtype)):
             continue
@@ -175,11 +184,15 @@ def _narrow_or_integer(
     return ""
 
 
-def _other_scales(operands: dict[str, Any], names: dict[str, str]) -> str:
+def _other_scales(
+    operands: dict[str, Any], names: dict[str, str], packed: set[str]
+) -> str:
     """The first scale that is not float32, described; empty if none is."""
     for key in ("w_scale", "in_scale", "k_scale", "v_scale"):
         dtype = getattr(operands[key], "dtype", None)
-        if operands[key] is not None and dtype != jnp.float32:
+        if operands[key] is None or key in packed:
+            continue
+        if dtype != jnp.float32:
             return f"{names[key]} of dtype {dtype}"
     return ""
 

@@ -29,18 +29,17 @@ Table = Float[Array, "batch seq head_dim"]
 PerChannel = Float[Array, "1 d_model"]
 PerColumn = Float[Array, "1 columns"]
 
-# Block-scaled weights, and the hidden order that belongs to them.
+# STATIC_MX, and the hidden order that belongs to it.
 _UNBUILT = dict(quantization_type=BUILT, sbm=None)
-_NATURAL = dict(weight_layout=QKVWeightLayout.CONTIGUOUS)
 # What the emitters take under the same names: settings, and hints of placement.
 _SETTINGS = (
     "hidden_actual d_head num_q_heads num_kv_heads quantization_type kv_dtype fp8_max "
     "fp8_min store_output_in_sbuf output_in_sbuf use_auto_allocation "
-    "load_input_with_DMA_transpose"
+    "load_input_with_DMA_transpose weight_layout"
 ).split()
 
 
-@refuses(INSTEAD, **_UNBUILT, **_NATURAL, is_h_dim_4h_transposed=False)
+@refuses(INSTEAD, **_UNBUILT, is_h_dim_4h_transposed=False)
 @contracts.contracted(facts("qkv"))
 def qkv(
     input: Hidden,
@@ -111,10 +110,11 @@ def qkv(
             columns are all query heads, then key heads, then value heads.
         output_layout: `BSD` or `NBSd`.
         bias: `[1, I]`, added before the rotation.
-        quantization_type: `NONE`, `STATIC` or `ROW`; `MX` and `STATIC_MX` are not built
-            yet.
+        quantization_type: `NONE`, `STATIC`, `ROW` or `MX`; `STATIC_MX` is not built
+            yet. `MX` rounds what meets the weight to float8_e4m3fn blocks of 32
+            channels, each with one power of two, as the weight's are.
         qkv_w_scale: float32, `[1, I]` for `ROW`, `[1, 3]` for `STATIC`, or that on 128
-            equal rows, of which the first is read.
+            equal rows, of which the first is read. uint8 `[H/32, I]` for `MX`.
         qkv_in_scale: float32, `[1, 1]` or `[128, 1]`, for `STATIC`; positive.
         fused_residual_add: add `mlp_prev` and `attention_prev` to `input` first.
         mlp_prev: `[B, S, H]`.
@@ -150,7 +150,10 @@ def qkv(
         use_auto_allocation: who places buffers; changes no value.
         load_input_with_DMA_transpose: how the input is loaded; changes no value.
         is_h_dim_4h_transposed: not built yet.
-        weight_layout: `CONTIGUOUS`; the others are not built yet.
+        weight_layout: `CONTIGUOUS`; for `MX` the weight is `[H/4, I]`, float4_e2m1fn in
+            uint16 or float8_e4m3fn in uint32, and container `p` holds rows `4p` to
+            `4p + 3` (`MX_CONTIGUOUS`) or `2p`, `2p + 1`, `H/2 + 2p`, `H/2 + 2p + 1`
+            (`MX_INTERLEAVED`).
 
     Returns:
         `[B, S, I]`, or for `NBSd` `[num_q_heads + 2*num_kv_heads, B, S, d_head]`, in
@@ -180,7 +183,7 @@ def qkv(
     return _without_sum(call, outs) if prefill else outs
 
 
-@refuses(INSTEAD, **_UNBUILT, **_NATURAL, is_input_swizzled=False)
+@refuses(INSTEAD, **_UNBUILT, is_input_swizzled=False)
 @contracts.contracted(facts("qkv_cte"))
 def qkv_cte(
     input: Hidden,
@@ -228,8 +231,8 @@ def qkv_cte(
         fused_qkv_weights: `[H, I]`.
         output_layout: `BSD` or `NBSd`.
         bias: `[1, I]`.
-        quantization_type: `NONE`, `STATIC` or `ROW`.
-        qkv_w_scale: `[1, I]` or `[1, 3]`.
+        quantization_type: `NONE`, `STATIC`, `ROW` or `MX`.
+        qkv_w_scale: `[1, I]` or `[1, 3]`, for `MX` uint8 `[H/32, I]`.
         qkv_in_scale: `[1, 1]`, for `STATIC`.
         fused_residual_add: add both residuals first; the sum is not returned.
         mlp_prev: `[B, S, H]`.
@@ -260,7 +263,7 @@ def qkv_cte(
         use_auto_allocation: changes no value.
         load_input_with_DMA_transpose: changes no value.
         is_input_swizzled: not built yet.
-        weight_layout: `CONTIGUOUS`.
+        weight_layout: `CONTIGUOUS`, or for `MX` as in `qkv`.
 
     Returns:
         `[B, S, I]`, or for `NBSd` `[num_q_heads + 2*num_kv_heads, B, S, d_head]`; with

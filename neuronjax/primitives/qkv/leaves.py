@@ -8,6 +8,7 @@ from neuronjax.kernels.qkv import plain, projection, quantized, quantized_plain
 
 UNTILED, TILED, BACKWARD = "QKV", "TiledNativeKernelQKV", "QKVBwd"
 QUANTIZED = "QKV (row fp8)"
+BLOCK_SCALED = "QKV (block-scaled fp8)"
 GRADIENTS = tuple("hidden w gamma beta bias mlp_prev attn_prev cos sin".split())
 
 

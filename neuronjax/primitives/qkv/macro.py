@@ -20,19 +20,22 @@ from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.known import require_divisors, require_slots
 from neuronjax.primitives.macro import MacroFamily
+from neuronjax.primitives.mx.formats import weight_format
 from neuronjax.primitives.options import (
     NORM_CONFIG,
     NormType,
     QKVOutputLayout,
+    QKVWeightLayout,
     QuantizationType,
     member,
     refuses,
 )
-from neuronjax.primitives.qkv import rules  # noqa: F401  enters the rows
+from neuronjax.primitives.qkv import mx_rules, rules  # noqa: F401  enters the rows
 from neuronjax.primitives.qkv.examples import example
 from neuronjax.primitives.qkv.facts import OPERANDS, PLAIN, facts
 from neuronjax.primitives.qkv.leaves import (
     BACKWARD,
+    BLOCK_SCALED,
     GRADIENTS,
     QUANTIZED,
     TILED,
@@ -54,9 +57,11 @@ from neuronjax.primitives.tile import (
 )
 
 Operand = Array | MemrefTile
-INSTEAD = "STATIC and ROW are, and unquantized weights [H, I] in natural order"
+INSTEAD = "STATIC, ROW and MX are, and unquantized weights [H, I] in natural order"
 # What `quantization_type` may be before it is looked at; ROW_MX breaks a rule.
-BUILT = tuple(QuantizationType[kind] for kind in ("NONE", "STATIC", "ROW", "ROW_MX"))
+BUILT = tuple(
+    kind for kind in QuantizationType if kind is not QuantizationType.STATIC_MX
+)
 
 
 @refuses(INSTEAD, quantization_type=BUILT)
@@ -85,6 +90,7 @@ def qkv_kernel(
     num_kv_heads: int | None = None,
     output_layout: QKVOutputLayout | str = "BSD",
     quantization_type: QuantizationType | str = "NONE",
+    weight_layout: QKVWeightLayout | str = "CONTIGUOUS",
     kv_dtype: Any = None,
     fp8_max: float | None = None,
     fp8_min: float | None = None,
@@ -118,7 +124,8 @@ def qkv_kernel(
         num_q_heads: query heads.
         num_kv_heads: key heads, and value heads.
         output_layout: `BSD` or `NBSd`.
-        quantization_type: `NONE`, `STATIC` or `ROW`.
+        quantization_type: `NONE`, `STATIC`, `ROW`, or `MX`, which takes no tiles.
+        weight_layout: as in `qkv`.
         kv_dtype: the caches' fp8 dtype.
         fp8_max: as in `qkv`.
         fp8_min: as in `qkv`.
@@ -164,6 +171,7 @@ def qkv_fused_add_kernel(
     num_kv_heads: int | None = None,
     output_layout: QKVOutputLayout | str = "BSD",
     quantization_type: QuantizationType | str = "NONE",
+    weight_layout: QKVWeightLayout | str = "CONTIGUOUS",
     kv_dtype: Any = None,
     fp8_max: float | None = None,
     fp8_min: float | None = None,
@@ -200,6 +208,7 @@ def qkv_fused_add_kernel(
         num_kv_heads: as in `qkv_kernel`.
         output_layout: as in `qkv_kernel`.
         quantization_type: as in `qkv_kernel`.
+        weight_layout: as in `qkv_kernel`.
         kv_dtype: as in `qkv_kernel`.
         fp8_max: as in `qkv_kernel`.
         fp8_min: as in `qkv_kernel`.
@@ -285,13 +294,23 @@ def _quantized_config(call: SimpleNamespace) -> dict[str, Any]:
     is_fp8_kernel = is_fp8(call.qkv_w.dtype)
     static = kind is QuantizationType.STATIC and is_fp8_kernel
     cached = call.k_cache is not None
-    return dict(
+    return _block_config(call, kind) | dict(
         quantization=kind.name,
         is_fp8_kernel=is_fp8_kernel,
         out_dtype="bfloat16" if static else None,
         kv_dtype=call.k_cache.dtype.name if cached else None,
         kv_limits=kv_limits(call.fp8_min, call.fp8_max) if cached else None,
     )
+
+
+def _block_config(call: SimpleNamespace, kind: QuantizationType) -> dict[str, Any]:
+    """How the containers of a block-scaled weight are read."""
+    if kind is not QuantizationType.MX:
+        return {}
+    found = weight_format(call.qkv_w)
+    assert found is not None
+    order = member(QKVWeightLayout, call.weight_layout)
+    return dict(weight_format=found.name, weight_layout=order.name)
 
 
 def _index(value: Any) -> int | None:
@@ -326,5 +345,5 @@ qkv_family = MacroFamily(
     outputs=output_names,
     backward=_emit_backward,
     example=example,
-    variants=(QUANTIZED,),
+    variants=(QUANTIZED, BLOCK_SCALED),
 )
