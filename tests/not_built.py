@@ -41,11 +41,6 @@ def operand(name: str) -> Callable[[dict, dict], bool]:
     return lambda options, inputs: name in inputs
 
 
-def either(*conditions: Callable[[dict, dict], bool]) -> Callable[[dict, dict], bool]:
-    """One of the conditions holds."""
-    return lambda options, inputs: any(c(options, inputs) for c in conditions)
-
-
 def _whole(reason: str, *functions: str) -> list[NotBuilt]:
     return [NotBuilt(function, reason) for function in functions]
 
