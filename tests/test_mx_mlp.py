@@ -161,6 +161,35 @@ def test_narrow_activations_keep_their_dtype(dtype):
     assert block(x, output_dtype="float32").dtype == jnp.float32
 
 
+def test_no_weight_is_widened_as_a_whole():
+    """What XLA keeps beside the operands is less than one weight in bfloat16."""
+    width, d_ff = 1024, 8192
+    shapes = dict(
+        gate_proj_weights_tensor=("uint32", 128, width // 512, d_ff),
+        up_proj_weights_tensor=("uint32", 128, width // 512, d_ff),
+        down_proj_weights_tensor=("uint32", 128, d_ff // 512, width),
+        gate_w_scale=("uint8", 16, width // 512, d_ff),
+        up_w_scale=("uint8", 16, width // 512, d_ff),
+        down_w_scale=("uint8", 16, d_ff // 512, width),
+    )
+    arrays = {k: jax.ShapeDtypeStruct(s, dtype) for k, (dtype, *s) in shapes.items()}
+    x = jax.ShapeDtypeStruct((1, 2, width), jnp.float32)
+
+    def run(x, arrays):
+        return neuronjax.mlp(x, **arrays, quantization_type="MX")[0]
+
+    used = jax.jit(run).lower(x, arrays).compile().memory_analysis()
+    assert used.temp_size_in_bytes < width * d_ff * 2
+
+
+def test_nan_stays_in_its_row():
+    block, x = Block(), normal(1, 3, 512, seed=26)
+    wanted = block(x)
+    got = block(jnp.asarray(x).at[0, 1, 7].set(jnp.nan))
+    assert np.isnan(got[0, 1]).all()
+    np.testing.assert_array_equal(got[0, ::2], wanted[0, ::2])
+
+
 def test_a_suggested_width_passes():
     """R-26."""
     block = Block()
