@@ -145,8 +145,8 @@ def test_tiles_equal_tensors(kind, form, dtype):
 @pytest.mark.parametrize(("kind", "form"), CASES)
 def test_real_sizes(width, dtype, kind, form):
     """512 rows; at most twice the error of the plain computation in the same dtype."""
-    given = dict(form=form, sizes=(1, 4, 128, 3), width=width, dtype=dtype)
-    arrays, weight = quantized(kind, **given)
+    sizes = (1, 4, 128, 3)
+    arrays, weight = quantized(kind, None, 1, form, sizes, width, dtype=dtype)
     arrays[2] /= 100
     got = jax.jit(lambda *a: project(form, kind, *a))(*arrays)
     with neuronjax.plain():
