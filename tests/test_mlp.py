@@ -171,6 +171,25 @@ def test_forward_and_backward_need_no_more_memory_than_plain_jax():
         assert used.temp_size_in_bytes <= wanted.temp_size_in_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_row_loses_nothing_and_widens_no_weight(dtype):
+    """Decode with bfloat16 weights: XLA on a CPU would widen them for one row."""
+    arrays, settings, _ = call_of(
+        PLAIN, lead=(1, 1), d_model=96, d_ff=288, dtype="bfloat16"
+    )
+    arrays["hidden_tensor"] = draw(1, 1, 96, dtype=dtype)
+    call = jax.jit(functools.partial(neuronjax.mlp, **settings, output_dtype="float32"))
+    compiled = call.lower(**arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 96 * 288
+    with jax.enable_x64(True):
+        wide = {k: v.astype(jnp.float64) for k, v in arrays.items()}
+        (exact,) = equations(wide)
+    exact = np.asarray(exact)
+    error = np.abs(np.asarray(compiled(**arrays)[0], np.float64) - exact).max()
+    # In bfloat16 the gated values are rounded in front of the last product.
+    assert error <= {"float32": 1e-6, "bfloat16": 1e-2}[dtype] * np.abs(exact).max()
+
+
 def test_the_gradient_holds_the_backward_macro():
     arrays, settings, _ = call_of(FULL, dtype="float32")
     seen = neuronjax.trace(

@@ -31,6 +31,7 @@ from neuronjax.kernels.mlp.operands import (
     rows_fwd,
     stored_dtype,
 )
+from neuronjax.kernels.quantization.linear import is_explicit, split
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
 from neuronjax.kernels.shard_common import contract
 
@@ -47,6 +48,9 @@ class Rows:
     def project(
         x: jax.Array, w: jax.Array, _: jax.Array, *, like: Like = None
     ) -> jax.Array:
+        is_row = x.shape[:-1] == (1,) and x.dtype.itemsize <= 4
+        if is_row and w.dtype == jnp.bfloat16 and not is_explicit(x, w):
+            return _one_row(x, w)
         rows = _letters(x.ndim - 1)
         return _product(f"{rows}x,xy->{rows}y", x, w, like=like)
 
@@ -99,6 +103,21 @@ Layout = type[Rows] | type[Tiles]
 
 def _letters(count: int) -> str:
     return string.ascii_uppercase[:count]
+
+
+def _one_row(x: jax.Array, w: jax.Array) -> jax.Array:
+    """One row by a bfloat16 matrix, nothing lost.
+
+    XLA on a CPU widens the whole matrix for one narrow row and not for two (a block of
+    1024 x 2816: 19 ms and 35 MB against 2.8 ms). So a row of zeros goes with it, or in float32 the
+    three bfloat16 rows whose sum it is.
+    """
+    rows = [x, jnp.zeros_like(x)]
+    narrow = (
+        jnp.concatenate(rows) if x.dtype == w.dtype else split(x.astype(jnp.float32))
+    )
+    y = jnp.dot(narrow, w, preferred_element_type=jnp.float32)
+    return y.sum(0, keepdims=True)
 
 
 def _product(spec: str, x: jax.Array, y: jax.Array, *, like: Like) -> jax.Array:
