@@ -22,7 +22,7 @@ from neuronjax.kernels.mx.formats import (
     pack,
     scaled,
 )
-from neuronjax.kernels.mx.quantize import ROWS, quantize_blocks
+from neuronjax.kernels.mx.quantize import ROWS, closest_blocks, quantize_blocks
 
 PARTITIONS, TILE = 128, 512
 HIDDEN, INTERMEDIATE = "hidden", "intermediate"
@@ -119,13 +119,14 @@ def unswizzle_hidden(x: Float[Array, "*rows d_model"]) -> Float[Array, "*rows d_
 
 
 def pack_weight(
-    w: Float[Array, "k n"], order: str, kind: Format
+    w: Float[Array, "k n"], order: str, kind: Format, *, closest: bool = False
 ) -> tuple[Container, UInt8[Array, "p_blocks r n"]]:
     """Quantizes a weight along its rows: containers `[P, R, N]`, scales `[P/8, R, N]`.
 
     Its rows are in the logical order of the activation that it meets.
     """
-    codes, scale = quantize_blocks(grouped(to_blocks(w.T, order)), BLOCK, kind)
+    encode_blocks = closest_blocks if closest else quantize_blocks
+    codes, scale = encode_blocks(grouped(to_blocks(w.T, order)), BLOCK, kind)
     codes = lax.collapse(jnp.moveaxis(codes, 1, -1), 1, 3)  # [n, p, r, 4]
     packed = pack(codes, kind)[..., 0]
     return jnp.moveaxis(packed, 0, -1), jnp.moveaxis(scale[:, 0, :, 0], 0, -1)

@@ -39,7 +39,9 @@ def _inner(d_ff: int) -> int:
 
 def _pack(name: str, weight: jax.Array, order: str, kind: str) -> dict[str, Stored]:
     """The containers and scales of `[..., in, out]`, which no mesh axis splits."""
-    fun = functools.partial(quantize_mx_weight, order=order, x4_dtype=kind)
+    fun = functools.partial(
+        quantize_mx_weight, order=order, x4_dtype=kind, closest=True
+    )
     for _ in weight.shape[:-2]:
         fun = jax.vmap(fun)
     packed, scale = fun(weight.astype(jnp.float32))

@@ -19,7 +19,7 @@ FP8_X4 = "float8_e4m3fn_x4"
 # Compiled as a whole: eager calls would compile each of many small steps.
 _quantize = jax.jit(quantize.quantize_fwd, static_argnames="kind")
 _dequantize = jax.jit(quantize.dequantize_fwd, static_argnames="kind")
-_pack_weight = jax.jit(layout.pack_weight, static_argnames=("order", "kind"))
+_pack_weight = jax.jit(layout.pack_weight, static_argnames=("order", "kind", "closest"))
 _load = jax.jit(projections.swizzled_load_fwd)
 
 
@@ -206,6 +206,8 @@ def quantize_mx_weight(
     weight: Float[Array, "k n"],
     order: str,
     x4_dtype: str | DTypeLike = "float4_e2m1fn_x4",
+    *,
+    closest: bool = False,
 ) -> tuple[Array, UInt8[Array, "p_blocks r n"]]:
     """Quantizes and packs the weight of a projection in the layout that it reads.
 
@@ -217,6 +219,9 @@ def quantize_mx_weight(
             layouts `MX_CONTIGUOUS` (container `p` holds rows `4p` to `4p + 3`) and
             `MX_INTERLEAVED` (rows `2p`, `2p + 1`, `K/2 + 2p`, `K/2 + 2p + 1`).
         x4_dtype: the format, as in `quantize_to_mx`.
+        closest: in each block take the power of two with the smaller squared error, of
+            that of `quantize_to_mx`, under which the largest values may saturate, and
+            the next one.
 
     Returns:
         `(packed, scale)`: `[P, R, N]` and uint8 `[P/8, R, N]`. `P, R` is 128 and
@@ -231,7 +236,7 @@ def quantize_mx_weight(
     """
     kind = format_of(x4_dtype)
     assert kind is not None
-    packed, scale = _pack_weight(jnp.asarray(weight), order, kind)
+    packed, scale = _pack_weight(jnp.asarray(weight), order, kind, closest=closest)
     if order in (layout.CONTIGUOUS, layout.INTERLEAVED):
         return packed[:, 0], scale[:, 0]
     return packed, scale
