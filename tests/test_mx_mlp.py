@@ -197,5 +197,9 @@ def test_a_suggested_width_passes():
     assert not report
     shapes = dict(block.arrays, **block.settings)
     report = neuronjax.can("mlp", jnp.zeros((1, 2, 500)), **shapes)
-    assert report.nearest["H"] == 512
+    assert report.nearest["H (MX)"] == 512
     assert neuronjax.can("mlp", jnp.zeros((1, 2, 512)), **shapes)
+    # Other weights are not told of blocks.
+    w = jnp.zeros((130, 6))
+    report = neuronjax.can("mlp", jnp.zeros((1, 2, 130)), w, w, w.T)
+    assert dict(report.nearest) == {"H": 128}

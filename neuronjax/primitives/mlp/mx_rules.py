@@ -98,14 +98,26 @@ _row(
     "MX takes H in multiples of 512 for {arg.hidden}, got {shape.hidden}",
     None,
     block_scaled(hidden=jnp.zeros((1, 2, 500))),
-    size=Size("H", lambda c: c.mx_width, multiple=512),
+    # Named apart: its multiple does not count in the nearest H of other weights.
+    size=Size("H (MX)", lambda c: c.mx_width, multiple=512),
     stage=1,
 )
 _row(
     "d_ff",
-    "MX takes I in multiples of 512, or of 32 below it, got {mx_d_ff}",
-    lambda c: c.mx_d_ff < 32 or c.mx_d_ff % (32 if c.mx_d_ff < 512 else 512),
+    "MX takes I below 512 in multiples of 32, got {mx_d_ff}",
+    None,
     block_scaled(48),
+    size=Size(
+        "I (MX)", lambda c: min(c.mx_d_ff, 512), multiple=32, minimum=32, maximum=512
+    ),
+    stage=1,
+)
+_row(
+    "d_ff_tiles",
+    "MX takes I from 512 on in multiples of 512, got {mx_d_ff}",
+    None,
+    block_scaled(544),
+    size=Size("I (MX, tiles)", lambda c: max(c.mx_d_ff, 512), multiple=512),
     stage=1,
 )
 _row(
