@@ -109,8 +109,8 @@ def _one_row(x: jax.Array, w: jax.Array) -> jax.Array:
     """One row by a bfloat16 matrix, nothing lost.
 
     XLA on a CPU widens the whole matrix for one narrow row and not for two (a block of
-    1024 x 2816: 19 ms and 35 MB against 2.8 ms). So a row of zeros goes with it, or in float32 the
-    three bfloat16 rows whose sum it is.
+    1024 x 2816: 19 ms and 35 MB against 2.8 ms). So a row of zeros goes with it, or in
+    float32 the three bfloat16 rows whose sum it is.
     """
     rows = [x, jnp.zeros_like(x)]
     narrow = (
