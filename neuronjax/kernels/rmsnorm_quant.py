@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.feature import LAST, TILE, per_feature
 from neuronjax.kernels.quantization.fp8 import (
     E4M3,
     FLOOR,
+    join_rows,
     quantize_rows,
     saturate,
 )
@@ -147,32 +148,6 @@ def rmsnorm_quant_fwd(
 
 def _codes(scaled: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(e4m3_bytes(scaled), E4M3)
-
-
-def join_rows(
-    codes: UInt8[Array, "*rows d"], scale: Float[Array, "*rows 1"]
-) -> Shaped[Array, "*rows d_packed"]:
-    """`[..., H + 4]` e4m3: the codes' bytes, then those of the float32 scale.
-
-    Bytes of a scale may read as NaN, and XLA gives a NaN it moves as fp8 another byte:
-    they are joined and taken apart as uint8. Shifts, not a bitcast, know symbolic
-    sizes.
-    """
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    tail = (bits >> (8 * jnp.arange(4, dtype=jnp.uint32))).astype(jnp.uint8)
-    return lax.bitcast_convert_type(jnp.concatenate([codes, tail], -1), E4M3)
-
-
-def split_rows(
-    packed: Shaped[Array, "*rows d_packed"],
-) -> tuple[Shaped[Array, "*rows d"], Float[Array, "*rows 1"]]:
-    """The codes and scales that `join_rows` was given; the codes as e4m3."""
-    raw = lax.bitcast_convert_type(packed, jnp.uint8)
-    codes, tail = jnp.split(raw, [raw.shape[-1] - 4], axis=-1)
-    bits = tail.astype(jnp.uint32) << (8 * jnp.arange(4, dtype=jnp.uint32))
-    scale = jnp.sum(bits, axis=-1, keepdims=True, dtype=jnp.uint32)
-    codes = lax.bitcast_convert_type(codes, E4M3)
-    return codes, lax.bitcast_convert_type(scale, jnp.float32)
 
 
 def rmsnorm_quant_plain(

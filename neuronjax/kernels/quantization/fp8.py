@@ -7,9 +7,10 @@ clip.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from neuronjax.kernels.dtypes import accumulator
 
@@ -21,6 +22,7 @@ FP8 = (E4M3, E4M3FN, E5M2)
 FLOOR = 1e-6
 # A packed row ends in the four bytes of its float32 scale.
 SCALE_BYTES = 4
+_SHIFTS = np.arange(0, 8 * SCALE_BYTES, 8, dtype=np.uint32)
 
 
 def is_fp8(dtype: DTypeLike) -> bool:
@@ -92,15 +94,33 @@ def pack_rows(
     The bytes are little-endian and stand there as codes: only `unpack_rows` may read
     them.
     """
-    raw = lax.bitcast_convert_type(scale.astype(jnp.float32)[..., 0], jnp.uint8)
-    tail = lax.bitcast_convert_type(raw, codes.dtype)
-    return jnp.concatenate([codes, tail], axis=-1)
+    raw = lax.bitcast_convert_type(codes, jnp.uint8)
+    return join_rows(raw, scale.astype(jnp.float32), codes.dtype)
+
+
+def join_rows(
+    raw: UInt8[Array, "*rows d"],
+    scale: Float[Array, "*rows 1"],
+    dtype: DTypeLike = E4M3,
+) -> Shaped[Array, "*rows d_packed"]:
+    """`pack_rows` of the codes' bytes, as `dtype`.
+
+    Bytes of a scale may read as NaN, and XLA gives a NaN that it moves as fp8 another
+    byte: they are joined and taken apart as uint8. Shifts, not a bitcast, know symbolic
+    sizes.
+    """
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    tail = (bits >> _SHIFTS).astype(jnp.uint8)
+    return lax.bitcast_convert_type(jnp.concatenate([raw, tail], -1), dtype)
 
 
 def unpack_rows(
     packed: Shaped[Array, "*rows d_packed"],
 ) -> tuple[Shaped[Array, "*rows d"], Float[Array, "*rows 1"]]:
     """Returns the codes and the float32 scales that `pack_rows` was given."""
-    codes, tail = jnp.split(packed, [packed.shape[-1] - SCALE_BYTES], axis=-1)
-    raw = lax.bitcast_convert_type(tail, jnp.uint8)
-    return codes, lax.bitcast_convert_type(raw, jnp.float32)[..., None]
+    raw = lax.bitcast_convert_type(packed, jnp.uint8)
+    codes, tail = jnp.split(raw, [raw.shape[-1] - SCALE_BYTES], axis=-1)
+    bits = tail.astype(jnp.uint32) << _SHIFTS
+    scale = jnp.sum(bits, axis=-1, keepdims=True, dtype=jnp.uint32)
+    codes = lax.bitcast_convert_type(codes, packed.dtype)
+    return codes, lax.bitcast_convert_type(scale, jnp.float32)

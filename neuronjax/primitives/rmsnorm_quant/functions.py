@@ -5,11 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from neuronjax.kernels.quantization.fp8 import E4M3
-from neuronjax.kernels.rmsnorm_quant import join_rows, split_rows
+from neuronjax.kernels.quantization import fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.options import NormType, QuantizationType, member
 from neuronjax.primitives.rmsnorm_quant.macro import rmsnorm_quant_kernel
@@ -130,7 +128,7 @@ def pack_rows(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    return join_rows(lax.bitcast_convert_type(codes, jnp.uint8), jnp.asarray(scale))
+    return fp8.pack_rows(jnp.asarray(codes), jnp.asarray(scale))
 
 
 @contracts.contracted(_codes_facts)
@@ -155,7 +153,7 @@ def unpack_rows(
         >>> (codes.astype(jnp.float32) * scale).tolist()
         [[0.5, -120.0]]
     """
-    return split_rows(jnp.asarray(packed))
+    return fp8.unpack_rows(jnp.asarray(packed))
 
 
 contracts.add(
@@ -164,7 +162,7 @@ contracts.add(
         ("pack_rows",),
         "{function}: codes must be float8_e4m3 of shape [..., H], got {dtype} of shape "
         "{shape}",
-        lambda c: c.dtype != E4M3 or not c.shape,
+        lambda c: c.dtype != fp8.E4M3 or not c.shape,
         example=lambda function: dict(codes=jnp.zeros((2, 3)), scale=jnp.ones((2, 1))),
     ),
     contracts.Contract(
@@ -174,7 +172,7 @@ contracts.add(
         "{scale_shape}",
         lambda c: c.scale_dtype != jnp.float32 or c.scale_shape != c.rows,
         example=lambda function: dict(
-            codes=jnp.zeros((2, 3), E4M3), scale=jnp.ones((2,))
+            codes=jnp.zeros((2, 3), fp8.E4M3), scale=jnp.ones((2,))
         ),
     ),
     contracts.Contract(
@@ -182,7 +180,7 @@ contracts.add(
         ("unpack_rows",),
         "{function}: packed must be float8_e4m3 of shape [..., H + 4], got {dtype} of "
         "shape {shape}",
-        lambda c: c.dtype != E4M3 or not c.shape or c.shape[-1] < 5,
-        example=lambda function: dict(packed=jnp.zeros((2, 4), E4M3)),
+        lambda c: c.dtype != fp8.E4M3 or not c.shape or c.shape[-1] < 5,
+        example=lambda function: dict(packed=jnp.zeros((2, 4), fp8.E4M3)),
     ),
 )
