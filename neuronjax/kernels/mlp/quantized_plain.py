@@ -42,9 +42,9 @@ def _hidden(ops: Operands, opts: Options, acc: Any) -> jax.Array:
         scale = lax.stop_gradient(ops.gate_up_in_scale)
         return ops.hidden.astype(acc) * scale.reshape(()).astype(acc)
     width = ops.up_w.shape[0]
-    codes, tail = ops.hidden[..., :width], ops.hidden[..., width:]
-    raw = lax.bitcast_convert_type(tail, jnp.uint8)
-    scale = lax.bitcast_convert_type(raw, jnp.float32)[..., None]
+    raw = lax.bitcast_convert_type(ops.hidden, jnp.uint8)
+    codes = lax.bitcast_convert_type(raw[..., :width], ops.hidden.dtype)
+    scale = lax.bitcast_convert_type(raw[..., width:], jnp.float32)[..., None]
     return codes.astype(acc) * scale.astype(acc)
 
 
