@@ -31,13 +31,13 @@ from neuronjax.kernels.output_projection import (
 )
 from neuronjax.kernels.quantization.fp8 import E4M3, E4M3FN, is_fp8
 from neuronjax.kernels.quantization.linear import scaled_linear_bwd, scaled_linear_fwd
-from neuronjax.kernels.shard_common import contract
-from neuronjax.kernels.static_input import (
+from neuronjax.kernels.quantization.straight_through import (
     STATIC_LIMIT,
     STATIC_MX_LIMIT,
     static_codes,
     static_codes_bwd,
 )
+from neuronjax.kernels.shard_common import contract
 
 # Where each quantization clips its activations, and the dtype it rounds them to.
 _CODES = {"STATIC": (STATIC_LIMIT, E4M3), "STATIC_MX": (STATIC_MX_LIMIT, E4M3FN)}

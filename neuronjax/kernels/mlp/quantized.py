@@ -44,7 +44,7 @@ from neuronjax.kernels.quantization.linear import (
 )
 from neuronjax.kernels.quantization.straight_through import (
     requantize_rows,
-    requantize_static,
+    static_codes,
 )
 
 
@@ -127,7 +127,7 @@ def _down(middle: jax.Array, scale, ops: Operands, opts: Options, at: Layout):
         codes, after = requantize_rows(middle, bound=bound, axis=at.axes)
     else:
         after = _one(ops.down_in_scale).astype(middle.dtype)
-        codes = requantize_static(middle, after)
+        codes = static_codes(middle, after)
     exact = jnp.dtype(jnp.bfloat16 if codes.dtype == jnp.float32 else codes.dtype)
     y = at.scaled(codes, ops.down_w, scale, *tail, exact, like=ops.hidden)
     return y * after.astype(y.dtype)

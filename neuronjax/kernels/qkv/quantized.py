@@ -39,12 +39,12 @@ from neuronjax.kernels.qkv.projection import (
 )
 from neuronjax.kernels.quantization.fp8 import E4M3
 from neuronjax.kernels.quantization.linear import scaled_linear_bwd, scaled_linear_fwd
-from neuronjax.kernels.shard_common import contract
-from neuronjax.kernels.static_input import (
+from neuronjax.kernels.quantization.straight_through import (
     STATIC_LIMIT,
     static_codes,
     static_codes_bwd,
 )
+from neuronjax.kernels.shard_common import contract
 
 # Operands of the macro: those of the plain leaf, two scales, and five of the caches.
 PLAIN, OPERANDS = 9, 16

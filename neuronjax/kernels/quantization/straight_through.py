@@ -13,7 +13,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from neuronjax.kernels.dtypes import accumulator
-from neuronjax.kernels.quantization.fp8 import E4M3, largest, row_scales, saturate
+from neuronjax.kernels.quantization.fp8 import (
+    E4M3,
+    E4M3FN,
+    largest,
+    row_scales,
+    saturate,
+)
+
+# Where the chip clips: its own fp8 ends at 240, that of the block formats at 448.
+STATIC_LIMIT, STATIC_MX_LIMIT = largest(E4M3), largest(E4M3FN)
 
 
 def requantize_rows(
@@ -35,12 +44,36 @@ def requantize_rows(
     return _rounded(wide / scale, jnp.dtype(dtype)), scale
 
 
-def requantize_static(
-    x: Float[Array, "..."], scale: Float[Array, ""], *, dtype: DTypeLike = E4M3
+def static_codes(
+    x: Float[Array, "..."],
+    scale: Float[Array, ""],
+    *,
+    limit: float = STATIC_LIMIT,
+    dtype: DTypeLike | None = E4M3,
 ) -> Float[Array, "..."]:
-    """Returns `fp8(clip(x / scale))` in at least float32; the clip has a derivative."""
-    wide = x.astype(accumulator(x.dtype)) / lax.stop_gradient(scale)
-    return _rounded(_clip(wide, largest(dtype)), jnp.dtype(dtype))
+    """Returns `clip(x / scale, -limit, limit)`, rounded to `dtype` unless that is None.
+
+    The result is held in at least float32. An infinity saturates, a NaN stays NaN.
+    """
+    codes = _clip(_divided(x, scale), limit)
+    return codes if dtype is None else _rounded(codes, jnp.dtype(dtype))
+
+
+def static_codes_bwd(
+    d_codes: Float[Array, "..."],
+    x: Float[Array, "..."],
+    scale: Float[Array, ""],
+    *,
+    limit: float = STATIC_LIMIT,
+) -> Float[Array, "..."]:
+    """Returns the cotangent of `x`: `d_codes / scale` where nothing was clipped."""
+    inside = jnp.abs(_divided(x, scale)) < limit
+    return jnp.where(inside, d_codes / scale.astype(d_codes.dtype), 0)
+
+
+def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(accumulator(x.dtype))
+    return wide / lax.stop_gradient(scale).astype(wide.dtype)
 
 
 def _clip(x: jax.Array, limit: float) -> jax.Array:
