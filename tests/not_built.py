@@ -1,7 +1,7 @@
 """What is not built yet, by function and option, with the reason.
 
 `tests/test_cases.py` skips the cases that a row covers, with that reason; anything else
-unknown fails. Later work empties the table.
+unknown fails.
 """
 
 import dataclasses

@@ -109,7 +109,7 @@ def test_a_row_of_zeros_stays_zero():
 
 
 def test_static_mx_is_static_with_its_weights_in_another_order():
-    """The stored order, as mlp.md section 5 writes it."""
+    """The stored order, by the view and transposition that define it."""
     size = 512
     arrays, settings, _ = quantized_call(
         "STATIC", lead=(97,), d_model=size, d_ff=size, dtype="bfloat16"

@@ -9,7 +9,7 @@
   the stored `[rows, d_model]` is a `[rows/4, d_model, 4]`.
 
 Weight and scales are constants; the derivative of a rounding is one, beyond a clip it
-is zero. Another quantization enters by its row in `_CODES` or its branch in `_scaled`.
+is zero. Block-scaled weights (MX) are in `kernels.mx.output_projection`.
 """
 
 from typing import Any

@@ -48,6 +48,9 @@ def perplexity(
         window: how many tokens a window reads, at most the model's `max_seq`.
         step: called after each window with how many tokens it predicted.
 
+    Returns:
+        The perplexity, and how many tokens were predicted.
+
     Raises:
         ValueError: there are fewer than two tokens, an id is outside the vocabulary,
             or `window` is not between 1 and `max_seq`.

@@ -44,7 +44,8 @@ def sharded_output_projection(
         weight_scale: as in `output_projection_cte`, whole on every device: it belongs
             to columns. So do the interleaved fours of rows to one device.
         input_scale: as in `output_projection_cte`.
-        quantization_type: as in `output_projection_cte`.
+        quantization_type: as in `output_projection_cte`; `MX`, whose scales belong to
+            rows, only with `heads=None`.
         form: `"BNDS"` (prefill) or `"DBNS"` (decode).
         batch: the mesh axis that splits `B`; `None` keeps it whole.
         heads: the mesh axis that splits `N`; `None` keeps it whole.

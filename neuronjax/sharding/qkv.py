@@ -133,7 +133,7 @@ def sharded_qkv(
         batch: the mesh axis that splits `B`; `None` keeps it whole.
         heads: the mesh axis that splits heads; `None` keeps them whole.
         **options: further arguments of `qkv_cte`; `bias` and the scale of a ROW weight
-            in the order of the columns.
+            in the order of the columns. `MX` only with `heads=None`.
 
     Returns:
         What `qkv_cte` returns, columns (or heads, for `NBSd`) in sharded order:

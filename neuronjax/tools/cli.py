@@ -1,4 +1,4 @@
-"""The `neuronjax` command: run a model, and list the macros it is made of."""
+"""The `neuronjax` command: run a model, list its macros, score it on a text."""
 
 import contextlib
 import enum

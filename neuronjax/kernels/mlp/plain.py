@@ -65,7 +65,8 @@ def after(
 ) -> jax.Array:
     """The result from the pre-activations, not yet rounded.
 
-    `requantize` is what becomes of the gated values; they take the dtype of `hidden`.
+    `requantize` is what becomes of the gated values; without it they are rounded to the
+    dtype of `hidden`.
     """
     *gate, up = stored
     act, middle = ACTIVATIONS[opts.activation], jnp.clip(up, *opts.up_limits)

@@ -10,8 +10,9 @@ quantized again in front of the last product:
 
     ROW     x = codes * a      s = max(max |m| / 240, 1e-6), |m| clipped to the bound
             y = (fp8(m / s) @ w) * s_w * s
-    STATIC  x = codes * s_in   y = (fp8(clip(m / s_in, -240, 240)) @ w) * (s_w * s_in)
+    STATIC  x = codes * s_h    y = (fp8(clip(m / s_m, -240, 240)) @ w) * (s_w * s_m)
 
+with `s_h` = `gate_up_in_scale` and `s_m` = `down_in_scale`.
 Codes are bfloat16 values: their products are exact. Differentiation: weights, scales
 and codes are constants, a rounding passes a cotangent on unchanged, a clip (to the
 bound; STATIC to 240) passes none from outside.

@@ -1,7 +1,7 @@
 """The block-scaled modes: a power of two for 32 values, four values to a container.
 
-The macros take a width that fills their tiles: 512 for the residual stream, 128 for the
-heads. Other widths are padded with zeros, which the stored weights hold too.
+Widths fill the chip's tiles: 512 for the residual stream, 128 for the heads. Others are
+padded with zeros, which the stored weights hold too.
 """
 
 import functools

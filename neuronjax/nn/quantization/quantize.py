@@ -49,8 +49,8 @@ def quantize(
 
     Returns:
         A copy that shares what is not quantized with `model`. Its quantized weights
-        are no `nnx.Param`: `nnx.grad` and optimizers leave them
-        alone. Gradients pass straight through rounding and are zero beyond a clip.
+        are no `nnx.Param`: `nnx.grad` and optimizers leave them alone. Gradients pass
+        straight through rounding and are zero beyond a clip.
 
     Raises:
         ValueError: `mode` is unknown, there is nothing to quantize, `calibration` is

@@ -1,4 +1,4 @@
-"""Index lists: where columns are not zero, rows packed into one list, a prefix sum.
+"""Index lists: where columns are not zero, rows packed into one list, first rows added.
 
 `find_nonzero_indices` and `indexed_flatten` build the token lists of a mixture of
 experts. These are plain functions of arrays, not macros.

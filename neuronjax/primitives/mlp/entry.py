@@ -104,7 +104,7 @@ def mlp(
 
     Columns of `h`, of the norm's gain and offset are swizzled then, in order
     `(q, t, p)` of `[4, H/512, 128]`; biases `b_g`, `b_u` are `[Ip, ceil(I/512), 4]`,
-    output `512 j + 128 r + c` at `[c, j, r]`. What is rounded is float32: the norm's
+    output `512 j + Ip r + c` at `[c, j, r]`. What is rounded is float32: the norm's
     result, and the gated values.
 
     Args:
@@ -123,7 +123,7 @@ def mlp(
         up_proj_bias_tensor: `[1, I]`.
         down_proj_bias_tensor: `[1, H]`.
         normalization_bias_tensor: LayerNorm's offset, `[1, H]`.
-        fused_add_tensor: `a`, of the shape of `h`.
+        fused_add_tensor: `a`, of the shape of `h`; MX takes none.
         store_fused_add_result: return `h + a` as a second output.
         activation_fn: `SiLU` (`x sigmoid(x)`), `GELU` (exact), `GELU_Tanh_Approx`, or
             `Swish` (`x sigmoid(1.702 x)`: GELU's sigmoid form).
@@ -174,7 +174,7 @@ def mlp(
         ValueError: shapes, dtypes or options do not fit together; the message has every
             broken rule. Limits of the chip (`H` a multiple of 128, clamps for few rows
             only) are reported by `neuronjax.can` and refused for tiles alone.
-        NotImplementedError: an option is not built yet.
+        NotImplementedError: `store_output_in_sbuf` or `sbm` is given.
 
     Source:
         Shazeer 2020, https://arxiv.org/abs/2002.05202, equation 5; aws-neuron/

@@ -1,4 +1,4 @@
-"""The emitters of MLPs with fp8 weights: the same NAMEs, scales appended."""
+"""The emitters of MLPs with quantized weights: the same NAMEs, scales appended."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -67,11 +67,12 @@ def quant_mlp_kernel(
     out_dtype: Any = None,
     **hints: Any,
 ) -> Operand | tuple[Operand, Operand]:
-    """Emits the NAMEs of `mlp_kernel` with fp8 weights (`quant_mode="QuantOnly"`).
+    """Emits the NAMEs of `mlp_kernel`, weights quantized (`quant_mode="QuantOnly"`).
 
-    `neuronjax.mlp` has the equations. Decode (at most 96 rows) quantizes no activation;
-    prefill multiplies fp8 codes. Weights and scales are constants: their gradient is
-    zero. A tile of a scale lies on its last axis.
+    `neuronjax.mlp` has the equations. With `ROW` and `STATIC` decode (at most 96 rows)
+    quantizes no activation and prefill multiplies fp8 codes; `MX` rounds activations in
+    both. Weights and scales are constants: their gradient is zero. A tile of a scale
+    lies on its last axis.
 
     Args:
         hidden: as in `mlp_kernel`; in prefill also float8_e4m3, for ROW packed as

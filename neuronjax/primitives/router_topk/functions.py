@@ -65,7 +65,8 @@ def router_topk(
         x_sb_layout: where channel `h` of a three-axis `x` lies, with `C = H/128`: 0 for
             `h = p*C + c`; 1 for halves of two cores, `h = half*H/2 + p*C/2 + c mod C/2`
             with `half = c // (C/2)`; 2 for `h = c*128 + p`.
-        router_pre_norm: activate before the selection.
+        router_pre_norm: activate the logits of all experts, not those of the selected
+            ones alone; it does not change the selection.
         norm_topk_prob: make the selected affinities sum to 1; needs `router_pre_norm`.
         use_column_tiling: how the chip tiles; changes no value.
         use_indirect_dma_scatter: how the chip scatters; changes no value.
