@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax import MemrefTile, RmsNormQuantKernelArgs, emit
-from neuronjax.kernels.rmsnorm_quant import e4m3_bytes
+from neuronjax.kernels.quantization.fp8 import e4m3_bytes
 from neuronjax.sharding.mesh import make_mesh
 
 E4M3 = ml_dtypes.float8_e4m3

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.feature import LAST, TILE, per_feature
@@ -35,28 +35,6 @@ LANES = 32
 INACTIVE = 1e-6
 
 Operand = Float[Array, "..."]
-
-
-def e4m3_bytes(x: Operand) -> UInt8[Array, "..."]:
-    """The bytes of `x` in e4m3, clipped to +-240: to nearest, ties to even; NaN stays.
-
-    Float32 in integer arithmetic, exact for every value: a normal result drops 20 bits
-    of the fraction with a rounding carry and rebases the exponent by 120; a subnormal
-    one is rounded by adding 2**14, whose last bit is worth 2**-9.
-    """
-    if x.dtype != jnp.float32:
-        return lax.bitcast_convert_type(saturate(x, E4M3, limit=LIMIT), jnp.uint8)
-    word = jnp.uint32
-    bits = lax.bitcast_convert_type(x, word)
-    size = bits & word(0x7FFFFFFF)
-    clipped = jnp.minimum(size, word(0x43700000))  # 240.0
-    carry = word(0x7FFFF) + ((clipped >> 20) & word(1))
-    normal = ((clipped + carry) >> 20) - word(120 << 3)
-    raised = lax.bitcast_convert_type(clipped, jnp.float32) + jnp.float32(2**14)
-    subnormal = lax.bitcast_convert_type(raised, word) & word(0xFF)
-    code = jnp.where(clipped < word(121 << 23), subnormal, normal)
-    code = jnp.where(size > word(0x7F800000), word(0x7F), code)
-    return (code | ((bits >> 24) & word(0x80))).astype(jnp.uint8)
 
 
 def _over_features(z: jax.Array, axes: tuple[int, ...], add: bool) -> jax.Array:
@@ -142,12 +120,16 @@ def rmsnorm_quant_fwd(
         scaled = lax.clamp(*jnp.broadcast_arrays(-bound, scaled, bound))
     scale = scale.astype(jnp.float32)
     if packed:
-        return (join_rows(e4m3_bytes(scaled), scale),)
+        return (join_rows(_raw(scaled), scale),)
     return _codes(scaled), scale
 
 
 def _codes(scaled: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(e4m3_bytes(scaled), E4M3)
+    return saturate(scaled, E4M3)
+
+
+def _raw(scaled: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(_codes(scaled), jnp.uint8)
 
 
 def rmsnorm_quant_plain(

@@ -35,6 +35,27 @@ def largest(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max)
 
 
+def e4m3_bytes(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """The bytes of a float32 `x` in e4m3, clipped to +-240; NaN stays NaN.
+
+    Rounds to nearest, ties to even, in integer arithmetic, which takes XLA on a CPU
+    half the time of a clip and its own cast. A normal result drops 20 bits of the
+    fraction with a rounding carry and rebases the exponent by 120; a subnormal one is
+    rounded by adding 2**14, whose last bit is worth 2**-9.
+    """
+    word = jnp.uint32
+    bits = lax.bitcast_convert_type(x, word)
+    size = bits & word(0x7FFFFFFF)
+    clipped = jnp.minimum(size, word(0x43700000))  # 240.0
+    carry = word(0x7FFFF) + ((clipped >> 20) & word(1))
+    normal = ((clipped + carry) >> 20) - word(120 << 3)
+    raised = lax.bitcast_convert_type(clipped, jnp.float32) + jnp.float32(2**14)
+    subnormal = lax.bitcast_convert_type(raised, word) & word(0xFF)
+    code = jnp.where(clipped < word(121 << 23), subnormal, normal)
+    code = jnp.where(size > word(0x7F800000), word(0x7F), code)
+    return (code | ((bits >> 24) & word(0x80))).astype(jnp.uint8)
+
+
 def saturate(
     x: Float[Array, "..."], dtype: DTypeLike = E4M3, *, limit: float | None = None
 ) -> Shaped[Array, "..."]:
@@ -43,6 +64,8 @@ def saturate(
     Rounds to nearest, ties to even. `limit` is the type's largest value by default.
     """
     limit = largest(dtype) if limit is None else limit
+    if jnp.dtype(dtype) == E4M3 and limit == largest(E4M3) and x.dtype == jnp.float32:
+        return lax.bitcast_convert_type(e4m3_bytes(x), E4M3)
     bound = jnp.asarray(limit, x.dtype)
     return lax.clamp(-bound, x, bound).astype(dtype)
 
