@@ -38,7 +38,9 @@ from neuronjax.primitives.mx import pack_mx as pack_mx
 from neuronjax.primitives.mx import quantize_mx as quantize_mx
 from neuronjax.primitives.mx import quantize_mx_weight as quantize_mx_weight
 from neuronjax.primitives.mx import quantize_to_mx as quantize_to_mx
+from neuronjax.primitives.mx import swizzle_hidden as swizzle_hidden
 from neuronjax.primitives.mx import unpack_mx as unpack_mx
+from neuronjax.primitives.mx import unswizzle_hidden as unswizzle_hidden
 from neuronjax.primitives.norm_tkg import layernorm_tkg as layernorm_tkg
 from neuronjax.primitives.norm_tkg import rmsnorm_tkg as rmsnorm_tkg
 from neuronjax.primitives.options import ActFnType as ActFnType

@@ -45,7 +45,6 @@ def _whole(reason: str, *functions: str) -> list[NotBuilt]:
     return [NotBuilt(function, reason) for function in functions]
 
 
-QUANTIZED = "quantized forms come with the projections and quantization work"
 ATTENTION = (
     "sinks, windows, prefix, packing and block caches come with all of attention"
 )

@@ -166,7 +166,7 @@ def _functions(module) -> list[tuple[str, object]]:
     ]
 
 
-PUBLIC = dict(_functions(neuronjax) + _functions(emit))
+PUBLIC = dict(_functions(neuronjax) + _functions(emit), quantize=neuronjax.quantize)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

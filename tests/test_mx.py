@@ -232,8 +232,8 @@ def test_the_public_weight_has_the_shape_that_its_projection_reads():
 
 def test_hidden_columns_are_swizzled_and_back():
     x = jnp.arange(2048.0).reshape(2, 1024)
-    y = layout.swizzle_hidden(x)
-    np.testing.assert_array_equal(layout.unswizzle_hidden(y), x)
+    y = neuronjax.swizzle_hidden(x)
+    np.testing.assert_array_equal(neuronjax.unswizzle_hidden(y), x)
     held = np.asarray(y[1])
     for q, t, p in np.ndindex(4, 2, 128):
         assert held[(q * 2 + t) * 128 + p] == 1024 + 512 * t + 4 * p + q
@@ -276,8 +276,9 @@ def test_the_projections_multiply_what_the_operands_hold(size, rows, names):
     )
     wanted = equations.rounded_rows(x, "hidden", names[0]) @ dense
     wanted = wanted + normal(size, seed=6)
-    inside = layout.to_partitions(layout.to_blocks(jnp.ones((rows, size)), "x"))
-    logical = layout.from_blocks(layout.from_partitions(got), "x", size)
+    order = layout.INTERMEDIATE
+    inside = layout.to_partitions(layout.to_blocks(jnp.ones((rows, size)), order))
+    logical = layout.from_blocks(layout.from_partitions(got), order, size)
     np.testing.assert_allclose(logical, wanted, rtol=2e-5, atol=2e-4)
     assert not np.asarray(jnp.where(inside > 0, 0, got)).any()
 

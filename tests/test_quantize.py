@@ -159,7 +159,7 @@ def test_decoding_agrees_with_prefill(mode, models):
 
 def test_only_norms_and_embeddings_train(mode, models):
     """Codes and scales are constants; gradients pass through them to what is below."""
-    new = models[1]
+    new = nnx.merge(*nnx.split(models[1]))
     optimizer = nnx.Optimizer(new, optax.sgd(1e-2), wrt=nnx.Param)
     codes = jax.tree.map(jnp.copy, nnx.state(new, nnx.Not(nnx.Param)))
 

@@ -6,4 +6,6 @@ from neuronjax.nn.cache import write_cache as write_cache
 from neuronjax.nn.decoder_layer import DecoderLayer as DecoderLayer
 from neuronjax.nn.mlp import MLP as MLP
 from neuronjax.nn.norm import RMSNorm as RMSNorm
+from neuronjax.nn.quantization import QuantizedAttention as QuantizedAttention
+from neuronjax.nn.quantization import QuantizedMLP as QuantizedMLP
 from neuronjax.nn.rotary import rotary_tables as rotary_tables

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.quantization.fp8 import is_fp8
-from neuronjax.primitives.options import QuantizationType
+from neuronjax.primitives.options import QuantizationType, member
 from neuronjax.primitives.output_projection.macro import output_projection_kernel
 from neuronjax.sharding.mesh import require_axes
 
@@ -55,7 +55,8 @@ def sharded_output_projection(
         whole on every device of the heads' axis.
 
     Raises:
-        ValueError: the mesh lacks an axis.
+        ValueError: the mesh lacks an axis, or `heads` would split a block-scaled
+            weight.
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,6 +67,11 @@ def sharded_output_projection(
         ((1, 3, 5), 8.0)
     """
     require_axes("sharded_output_projection", mesh, batch=batch, heads=heads)
+    if member(QuantizationType, quantization_type) is QuantizationType.MX and heads:
+        raise ValueError(
+            "sharded_output_projection: heads must be None for MX, whose blocks hold "
+            f"rows of several heads, got {heads!r}"
+        )
     narrow = is_fp8(weight.dtype)
     wide = accumulator(attention.dtype, *([] if narrow else [weight.dtype]))
 

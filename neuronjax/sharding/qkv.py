@@ -178,7 +178,7 @@ def _specs(
     by_token = "mlp_prev attention_prev cos_cache sin_cache slot_mapping".split()
     specs = dict(bias=P(None, heads)) | dict.fromkeys(by_token, P(batch))
     kind = member(QuantizationType, static.get("quantization_type", "NONE"))
-    if kind is QuantizationType.ROW:
+    if kind in (QuantizationType.ROW, QuantizationType.MX):
         specs["qkv_w_scale"] = P(None, heads)
     blocks = "slot_mapping" in arrays
     if blocks and batch is not None:

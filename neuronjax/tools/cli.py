@@ -70,13 +70,14 @@ def run(
     with _one_line_errors():
         _start_devices(devices)
         from neuronjax.models.pretrained import load_pretrained
+        from neuronjax.tools.evaluate import quantized
 
         # One compiled layer instead of thirty: the first word comes in a third of
         # the time, and the later ones as fast.
         loaded = load_pretrained(model, dtype=dtype.value, scan_layers=quant is None)
         decoder = loaded.model
         if quant is not None:
-            decoder = _quantized(loaded, quant.value)
+            decoder = quantized(loaded, quant.value).stacked()
         if devices > 1:
             _spread(decoder, devices)
         if chat:
@@ -162,14 +163,6 @@ def _forms(given: str, known: Sequence[str]) -> list[str]:
             f"got {', '.join(unknown)}"
         )
     return list(dict.fromkeys(["float32", *names]))
-
-
-def _quantized(loaded, mode: str):
-    """The model in one quantized mode, its layers stacked."""
-    from neuronjax.tools.evaluate import calibration_tokens, quantized
-
-    tokens = calibration_tokens(loaded.tokenizer)
-    return quantized(loaded.model, mode, tokens).stacked()
 
 
 class _Speech:

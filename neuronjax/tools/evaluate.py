@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from neuronjax.models.llama import Llama
 from neuronjax.models.perplexity import perplexity
-from neuronjax.models.pretrained import load_pretrained
+from neuronjax.models.pretrained import Pretrained, load_pretrained
 from neuronjax.nn.quantization import MODES, quantize, stored_bytes
 from neuronjax.tools.text import standard_library_text
 
@@ -42,20 +43,23 @@ class Row:
     seconds: float
 
 
-def quantized(model: Llama, mode: str, tokens: Sequence[int]) -> Llama:
-    """`neuronjax.quantize` with `tokens` for calibration where the mode needs it.
+def quantized(loaded: Pretrained, mode: str) -> Llama:
+    """`neuronjax.quantize`, calibrated where the mode needs it.
+
+    The calibration reads 2048 tokens of the standard library's documentation, in rows
+    of 256.
 
     Args:
-        model: with a list of layers.
+        loaded: its layers are a list.
         mode: of `neuronjax.quantize`.
-        tokens: the first 2048 are read, in rows of 256.
     """
     if mode != "static-fp8":
-        return quantize(model, mode)
+        return quantize(loaded.model, mode)
+    tokens = calibration_tokens(loaded.tokenizer)
     count = min(len(tokens), CALIBRATION_TOKENS)
     window = min(count, CALIBRATION_WINDOW)
     rows = jnp.array(tokens[: count // window * window], jnp.int32)
-    return quantize(model, mode, calibration=rows.reshape(-1, 1, window))
+    return quantize(loaded.model, mode, calibration=rows.reshape(-1, 1, window))
 
 
 def calibration_tokens(tokenizer) -> list[int]:
@@ -84,13 +88,11 @@ def evaluate(
             is called after each window with how many were predicted.
     """
     rows = []
+    load = functools.cache(lambda dtype: load_pretrained(name, dtype=dtype))
     for form in forms:
-        dtype = form if form in ("float32", "bfloat16") else "float32"
-        loaded = load_pretrained(name, dtype=dtype)
+        loaded = load("float32" if form in MODES else form)
         ids = loaded.tokenizer.encode(text)[:limit]
-        model = loaded.model
-        if form in MODES:
-            model = quantized(model, form, calibration_tokens(loaded.tokenizer))
+        model = quantized(loaded, form) if form in MODES else loaded.model
         model = model.stacked()
         step = start(form, len(ids) - 1)
         before = time.perf_counter()

@@ -44,6 +44,7 @@ from neuronjax.kernels.quantization.linear import (
     scaled_linear_fwd,
 )
 from neuronjax.kernels.quantization.straight_through import (
+    STATIC_LIMIT,
     requantize_rows,
     static_codes,
 )
@@ -154,7 +155,7 @@ def _where_unclipped(d_middle, stored, ops: Operands, opts: Options) -> jax.Arra
         return d_middle
     middle, edge = dense.middle_of(tuple(map(wide, stored)), opts), None
     if opts.quantization == "STATIC":
-        edge = 240.0 * _one(ops.down_in_scale).astype(middle.dtype)
+        edge = STATIC_LIMIT * _one(ops.down_in_scale).astype(middle.dtype)
     elif opts.quant_clipping_bound > 0:
         edge = jnp.asarray(opts.quant_clipping_bound, middle.dtype)
     if edge is None:

@@ -59,11 +59,13 @@ def _requantize(middle: jax.Array, ops: Operands, opts: Options) -> jax.Array:
     if opts.quant_clipping_bound > 0:
         bound = opts.quant_clipping_bound
         middle = jnp.clip(middle, -bound, bound)
-    top = jnp.max(jnp.abs(middle), axis=-1, keepdims=True)
+    finite = jnp.isfinite(middle)
+    top = jnp.max(jnp.where(finite, jnp.abs(middle), 0), axis=-1, keepdims=True)
     scale = jnp.maximum(top / _E4M3_MAX, jnp.asarray(_FLOOR, top.dtype))
     z = jnp.clip(middle / scale, -_E4M3_MAX, _E4M3_MAX)
     rounded = z.astype(jnp.float8_e4m3).astype(z.dtype) * scale
-    return middle + lax.stop_gradient(rounded - middle)
+    through = middle + lax.stop_gradient(rounded - middle)
+    return jnp.where(finite, through, rounded)
 
 
 def quantized_mlp_plain(*operands, name: str, **config) -> tuple[jax.Array, ...]:

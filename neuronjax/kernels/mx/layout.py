@@ -12,7 +12,7 @@ container `p` in tile `r`. A block is eight consecutive `p` and all `q`. The ord
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from neuronjax.kernels.mx.formats import (
     Container,
@@ -57,6 +57,7 @@ def to_blocks(x: Float[Array, "... k"], order: str) -> Float[Array, "... 4 p r"]
     if order == INTERLEAVED:
         pairs = jnp.swapaxes(x.reshape(*lead, 2, k // 4, 2), -1, -2)
         return lax.collapse(pairs, len(lead), len(lead) + 2)[..., None]
+    assert order == INTERMEDIATE
     return _to_tiles(x)
 
 
@@ -72,6 +73,7 @@ def from_blocks(
     if order == INTERLEAVED:
         pairs = x[..., 0].reshape(*lead, 2, 2, size // 4)
         return jnp.swapaxes(pairs, -1, -2).reshape(*lead, size)
+    assert order == INTERMEDIATE
     return _from_tiles(x, size)
 
 
@@ -106,13 +108,17 @@ def grouped(x: Float[Array, "... 4 p r"]) -> Float[Array, "... 4 g 8 r"]:
     return x.reshape(*x.shape[:-2], x.shape[-2] // ROWS, ROWS, x.shape[-1])
 
 
-def swizzle_hidden(x: Float[Array, "*rows d_model"]) -> Float[Array, "*rows d_model"]:
+def swizzle_hidden(
+    x: Shaped[Array, "*rows d_model"],
+) -> Shaped[Array, "*rows d_model"]:
     """Columns in order `512 t + 4 p + q` put in order `(q, t, p)`."""
     parts = x.reshape(*x.shape[:-1], -1, PARTITIONS, 4)
     return jnp.moveaxis(parts, -1, -3).reshape(x.shape)
 
 
-def unswizzle_hidden(x: Float[Array, "*rows d_model"]) -> Float[Array, "*rows d_model"]:
+def unswizzle_hidden(
+    x: Shaped[Array, "*rows d_model"],
+) -> Shaped[Array, "*rows d_model"]:
     """The inverse of `swizzle_hidden`."""
     parts = x.reshape(*x.shape[:-1], 4, -1, PARTITIONS)
     return jnp.moveaxis(parts, -3, -1).reshape(x.shape)

@@ -19,20 +19,11 @@ from neuronjax.primitives.options import (
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
-_INSTEAD = "all quantizations but ROW_MX are, and results that are arrays or tiles"
-# ROW_MX is here because the rules refuse it, as the vendor's do.
-_BUILT = (
-    QuantizationType.NONE,
-    QuantizationType.ROW,
-    QuantizationType.STATIC,
-    QuantizationType.STATIC_MX,
-    QuantizationType.MX,
-    QuantizationType.ROW_MX,
-)
+_INSTEAD = "results that are arrays or tiles are"
 Operand = Shaped[Array, "..."] | MemrefTile
 
 
-@refuses(_INSTEAD, quantization_type=_BUILT, store_output_in_sbuf=False, sbm=None)
+@refuses(_INSTEAD, store_output_in_sbuf=False, sbm=None)
 @contracts.contracted(facts("mlp"))
 def mlp(
     hidden_tensor: Operand,

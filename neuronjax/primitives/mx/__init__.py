@@ -12,3 +12,5 @@ from neuronjax.primitives.mx.blocks import unpack_mx as unpack_mx
 from neuronjax.primitives.mx.products import down_proj_mx as down_proj_mx
 from neuronjax.primitives.mx.products import gate_up_proj_mx as gate_up_proj_mx
 from neuronjax.primitives.mx.products import mx_matmul as mx_matmul
+from neuronjax.primitives.mx.swizzle import swizzle_hidden as swizzle_hidden
+from neuronjax.primitives.mx.swizzle import unswizzle_hidden as unswizzle_hidden

@@ -294,13 +294,14 @@ def _quantized_config(call: SimpleNamespace) -> dict[str, Any]:
     is_fp8_kernel = is_fp8(call.qkv_w.dtype)
     static = kind is QuantizationType.STATIC and is_fp8_kernel
     cached = call.k_cache is not None
-    return _block_config(call, kind) | dict(
+    config = dict(
         quantization=kind.name,
         is_fp8_kernel=is_fp8_kernel,
         out_dtype="bfloat16" if static else None,
         kv_dtype=call.k_cache.dtype.name if cached else None,
         kv_limits=kv_limits(call.fp8_min, call.fp8_max) if cached else None,
     )
+    return config | _block_config(call, kind)
 
 
 def _block_config(call: SimpleNamespace, kind: QuantizationType) -> dict[str, Any]:
@@ -310,7 +311,11 @@ def _block_config(call: SimpleNamespace, kind: QuantizationType) -> dict[str, An
     found = weight_format(call.qkv_w)
     assert found is not None
     order = member(QKVWeightLayout, call.weight_layout)
-    return dict(weight_format=found.name, weight_layout=order.name)
+    return dict(
+        weight_format=found.name,
+        weight_layout=order.name,
+        is_fp8_kernel=found.bits == 8,
+    )
 
 
 def _index(value: Any) -> int | None:
