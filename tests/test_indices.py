@@ -171,3 +171,69 @@ def test_mapped_calls_equal_a_loop(name):
     for i, one in enumerate(x):
         for a, b in zip(got, jax.tree.leaves(run(one)), strict=True):
             np.testing.assert_array_equal(a[i], b)
+
+
+def test_subnormal_numbers_are_not_zero():
+    """XLA alone takes them for zero."""
+    x = jnp.array([[1e-45], [-0.0], [-1e-40], [0.0], [jnp.nan]])
+    for run in (lambda f: f, jax.jit):
+        indices, counts = run(neuronjax.find_nonzero_indices)(x)
+        assert (indices.tolist(), counts.tolist()) == ([[0, 2, 4, -1, -1]], [3])
+        got = run(neuronjax.find_nonzero_indices_with_count)(x.T)
+        assert got.tolist() == [[0, 2, 4, -1, -1, 3]]
+
+
+def test_a_start_of_any_dtype_is_read_as_it_is():
+    """2**32 - 1 is not -1, of which the second column would be column 0."""
+    x = jnp.ones((4, 8))
+    run = jax.jit(lambda s: neuronjax.find_nonzero_indices(x, s, 2)[1])
+    assert run(np.array([2**32 - 1], np.uint32)).tolist() == [0, 0]
+    assert run(np.array([-(2**31)], np.int32)).tolist() == [0, 0]
+    assert run(np.array([7], np.uint8)).tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "uint32"])
+def test_offsets_at_the_ends_of_their_dtype_write_nothing(dtype):
+    with jax.enable_x64(dtype == "int64"):
+        x = jnp.arange(32, dtype=jnp.int32).reshape(4, 8)
+        info = np.iinfo(dtype)
+        for far in (info.min, info.min + 1, info.max):
+            offsets = np.array([far, 2, 4, 6], dtype)
+            wanted = flattened(x, 2, 16, offsets.tolist())
+            got = neuronjax.indexed_flatten(x, 2, 16, jnp.asarray(offsets))
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_more_rows_and_blocks_than_the_offsets_dtype_counts():
+    x = jnp.arange(150, dtype=jnp.int32)[:, None]
+    offsets = np.arange(150) % 100 - 20
+    got = neuronjax.indexed_flatten(x, 1, 200, jnp.asarray(offsets, jnp.int8))
+    np.testing.assert_array_equal(got, flattened(np.asarray(x), 1, 200, offsets))
+    a = jnp.ones((17 * 128, 1))
+    count = jnp.array([[16]], jnp.int8)
+    assert neuronjax.dynamic_elementwise_add(a, a, count).sum() == 2 * 16 * 128
+
+
+def test_indices_that_their_dtype_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="index_dtype must hold -1 and the largest"):
+        neuronjax.find_nonzero_indices(jnp.ones((300, 2)), index_dtype="int8")
+    x = jnp.ones((128, 1))
+    indices, _ = neuronjax.find_nonzero_indices(x, index_dtype="int8")
+    assert indices[0].tolist() == list(range(128))
+
+
+def test_padding_that_the_dtype_cannot_hold_is_refused():
+    x, offsets = jnp.zeros((1, 2), jnp.uint8), jnp.zeros(1, jnp.int32)
+    for padding in (-1, 256):
+        with pytest.raises(ValueError, match="padding_val must fit"):
+            neuronjax.indexed_flatten(x, 2, 4, offsets, padding_val=padding)
+    got = neuronjax.indexed_flatten(x, 2, 4, offsets, padding_val=255)
+    assert got.tolist() == [0, 0, 255, 255]
+
+
+def test_chunk_sizes():
+    for chunk in ("x", 0):
+        with pytest.raises(ValueError, match="chunk_size must be a positive"):
+            neuronjax.find_nonzero_indices(jnp.ones((128, 2)), chunk_size=chunk)
+    report = neuronjax.can("find_nonzero_indices", jnp.ones((128, 2)), chunk_size=3)
+    assert report and not report.on_chip

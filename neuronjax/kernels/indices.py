@@ -7,17 +7,42 @@ writer.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Integer, Num
+
+
+def bounded(x: Integer[Array, "..."], low: int, high: int) -> Int[Array, "..."]:
+    """`x` in int32, brought into `[low, high]`, which holds 0; no dtype wraps.
+
+    Where both ends lie outside of a list, what lay outside of it stays there.
+    """
+    info = jnp.iinfo(x.dtype)
+    low, high = max(low, int(info.min)), min(high, int(info.max))
+    bounds = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
+    return lax.clamp(bounds[0], x, bounds[1]).astype(jnp.int32)
+
+
+def is_nonzero(
+    x: Float[Array, "..."] | Int[Array, "..."],
+) -> Bool[Array, "..."]:
+    """Whether a float32 or int32 is not zero, by its bits.
+
+    XLA takes a subnormal number for zero. NaN is not zero, -0.0 is.
+    """
+    if x.dtype == jnp.float32:
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        return bits & jnp.uint32(0x7FFFFFFF) != 0
+    return x != 0
 
 
 def columns_from(
-    x: Num[Array, "tokens columns"], start: Int[Array, ""], count: int
+    x: Num[Array, "tokens columns"], start: Integer[Array, ""], count: int
 ) -> Num[Array, "tokens count"]:
     """Columns `start` to `start + count`; a column that `x` lacks reads as zeros.
 
     `lax.dynamic_slice` would move the window back inside without a word.
     """
-    places = start + jnp.arange(count, dtype=start.dtype)
+    first = bounded(start, -count, x.shape[1])
+    places = first + jnp.arange(count, dtype=jnp.int32)
     inside = (places >= 0) & (places < x.shape[1])
     picked = jnp.take(x, jnp.where(inside, places, 0), axis=1, mode="clip")
     return jnp.where(inside, picked, jnp.zeros((), x.dtype))
@@ -41,14 +66,14 @@ def compact(
 
 
 def flatten_rows(
-    x: Int[Array, "rows width"],
-    first: Int[Array, " rows"],
+    x: Integer[Array, "rows width"],
+    first: Integer[Array, " rows"],
     valid: Bool[Array, " rows"],
     *,
     block: int,
     blocks: int,
     padding: int,
-) -> Int[Array, " size"]:
+) -> Integer[Array, " size"]:
     """Row `e` written from output block `first[e]` on; the last row to write wins.
 
     Each output block looks for the last row that covers it, so that order is part of
@@ -56,7 +81,8 @@ def flatten_rows(
     """
     rows, width = x.shape
     pieces = width // block
-    target = jnp.arange(blocks, dtype=first.dtype)[:, None]
+    first = bounded(first, -pieces, blocks)
+    target = jnp.arange(blocks, dtype=jnp.int32)[:, None]
     covered = valid & (target >= first) & (target - first < pieces)
     number = jnp.arange(rows, dtype=jnp.int32)
     writer = jnp.max(jnp.where(covered, number, -1), axis=1)

@@ -6,9 +6,15 @@ experts. These are plain functions of arrays, not macros.
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int, Integer, Num
 
-from neuronjax.kernels.indices import columns_from, compact, flatten_rows
+from neuronjax.kernels.indices import (
+    bounded,
+    columns_from,
+    compact,
+    flatten_rows,
+    is_nonzero,
+)
 from neuronjax.primitives import contracts
 from neuronjax.primitives.indices.rules import (
     add_facts,
@@ -20,7 +26,7 @@ from neuronjax.primitives.indices.rules import (
 @contracts.contracted(nonzero_facts)
 def find_nonzero_indices(
     input_tensor: Num[Array, "tokens columns"],
-    col_start_id: Int[Array, "1"] | None = None,
+    col_start_id: Integer[Array, "1"] | None = None,
     n_cols: int | None = None,
     chunk_size: int | None = None,
     index_dtype: DTypeLike = "int32",
@@ -28,13 +34,14 @@ def find_nonzero_indices(
     """For each column the rows where it is not zero, and how many.
 
     Args:
-        input_tensor: `[T, C]`, float32 or int32. NaN counts as not zero, -0.0 as zero.
+        input_tensor: `[T, C]`, float32 or int32. NaN and subnormal numbers count as
+            not zero, -0.0 as zero.
         col_start_id: `[1]` integer, may be traced: the first column to look at; all
-            columns without it. A column past the end, reached under jit, has no
-            non-zeros.
+            columns without it. A column outside of the input, reached under jit, has
+            no non-zeros.
         n_cols: how many columns, with `col_start_id`.
-        chunk_size: how the chip walks `T`; changes no value.
-        index_dtype: of the indices, a signed integer.
+        chunk_size: how the chip walks `T`, a positive integer; changes no value.
+        index_dtype: of the indices, a signed integer that holds `T - 1`.
 
     Returns:
         `(indices [C_out, T], counts int32 [C_out])`: row `c` holds the ascending row
@@ -57,7 +64,7 @@ def find_nonzero_indices(
     if col_start_id is not None:
         assert n_cols is not None
         x = columns_from(x, jnp.asarray(col_start_id)[0], n_cols)
-    indices, counts = compact((x != 0).T)
+    indices, counts = compact(is_nonzero(x).T)
     return indices.astype(jnp.dtype(index_dtype)), counts
 
 
@@ -68,7 +75,8 @@ def find_nonzero_indices_with_count(
     """Where a row is not zero, ascending, then -1, and in the last element how often.
 
     Args:
-        input_tensor: `[1, T]`, float32 or int32. NaN counts as not zero.
+        input_tensor: `[1, T]`, float32 or int32. NaN and subnormal numbers count as
+            not zero, -0.0 as zero.
 
     Returns:
         `[1, T + 1]` int32.
@@ -84,19 +92,19 @@ def find_nonzero_indices_with_count(
         >>> find_nonzero_indices_with_count(jnp.array([[0, 7, 0, 5]])).tolist()
         [[1, 3, -1, -1, 2]]
     """
-    indices, counts = compact(jnp.asarray(input_tensor) != 0)
+    indices, counts = compact(is_nonzero(jnp.asarray(input_tensor)))
     return jnp.concatenate([indices, counts[:, None]], axis=1)
 
 
 @contracts.contracted(flatten_facts)
 def indexed_flatten(
-    input_tensor: Int[Array, "rows width"],
+    input_tensor: Integer[Array, "rows width"],
     f_len: int,
     output_len: int,
-    row_offsets: Int[Array, " offsets"],
-    row_offsets_start: Int[Array, "1"] | None = None,
+    row_offsets: Integer[Array, " offsets"],
+    row_offsets_start: Integer[Array, "1"] | None = None,
     padding_val: int = -1,
-) -> Int[Array, " size"]:
+) -> Integer[Array, " size"]:
     """Writes rows into one list, each from its own offset on; the last row wins.
 
     The list is cut into blocks of `f_len`; piece `p` of row `e` goes to block
@@ -111,7 +119,8 @@ def indexed_flatten(
         row_offsets: `[N]` integers, in blocks; `N = E`, or at least that with a start.
         row_offsets_start: `[1]` integer, may be traced: which offset is that of row 0.
             A row whose offset would lie outside, under jit, is dropped.
-        padding_val: what positions hold that no piece covers.
+        padding_val: what positions hold that no piece covers; it fits the dtype of
+            `input_tensor`.
 
     Returns:
         `[output_len]` in the dtype of `input_tensor`.
@@ -130,10 +139,11 @@ def indexed_flatten(
         [1, 2, 3, 4, 5, 6, -1, -1]
     """
     x, offsets = jnp.asarray(input_tensor), jnp.asarray(row_offsets)
-    number = jnp.arange(x.shape[0], dtype=offsets.dtype)
+    rows, count = x.shape[0], offsets.shape[0]
+    number = jnp.arange(rows, dtype=jnp.int32)
     if row_offsets_start is not None:
-        number = number + jnp.asarray(row_offsets_start)[0].astype(offsets.dtype)
-    valid = (number >= 0) & (number < offsets.shape[0])
+        number = number + bounded(jnp.asarray(row_offsets_start)[0], -rows, count)
+    valid = (number >= 0) & (number < count)
     return flatten_rows(
         x,
         offsets[jnp.where(valid, number, 0)],
@@ -148,7 +158,7 @@ def indexed_flatten(
 def dynamic_elementwise_add(
     input_a: Num[Array, "rows d_model"],
     input_b: Num[Array, "rows d_model"],
-    num_m_tiles: Int[Array, "1 1"],
+    num_m_tiles: Integer[Array, "1 1"],
 ) -> Num[Array, "rows d_model"]:
     """Adds the first `128 * num_m_tiles` rows; the remaining rows are zero.
 
@@ -176,6 +186,6 @@ def dynamic_elementwise_add(
         512.0
     """
     a, b = jnp.asarray(input_a), jnp.asarray(input_b)
-    tiles = jnp.asarray(num_m_tiles)[0, 0]
-    tile = jnp.arange(a.shape[0], dtype=tiles.dtype) // 128
+    tiles = bounded(jnp.asarray(num_m_tiles)[0, 0], 0, -(-a.shape[0] // 128))
+    tile = jnp.arange(a.shape[0], dtype=jnp.int32) // 128
     return jnp.where((tile < tiles)[:, None], a + b, jnp.zeros((), a.dtype))

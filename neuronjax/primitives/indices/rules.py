@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,6 +39,7 @@ def nonzero_facts(call: SimpleNamespace) -> dict[str, Any]:
         index = jnp.dtype(getattr(call, "index_dtype", "int32"))
     except TypeError:
         index = jnp.dtype("float32")
+    signed = jnp.issubdtype(index, jnp.signedinteger)
     return dict(
         shape=shape,
         dtype=getattr(call.input_tensor, "dtype", None),
@@ -48,7 +50,8 @@ def nonzero_facts(call: SimpleNamespace) -> dict[str, Any]:
         start_shape=_shape(start),
         known=first,
         count=columns if n_cols is None else n_cols,
-        index=jnp.issubdtype(index, jnp.signedinteger),
+        index=signed,
+        largest=int(jnp.iinfo(index).max) if signed else 0,
         chunk=getattr(call, "chunk_size", None),
     )
 
@@ -73,6 +76,7 @@ def flatten_facts(call: SimpleNamespace) -> dict[str, Any]:
         whole=whole,
         positive=whole and call.f_len > 0 and call.output_len > 0,
         integers=_is_integer(call.input_tensor) and _is_integer(call.row_offsets),
+        dtype=getattr(call.input_tensor, "dtype", None),
         dtypes=f"{getattr(call.input_tensor, 'dtype', None)} and "
         f"{getattr(call.row_offsets, 'dtype', None)}",
     )
@@ -92,6 +96,7 @@ def add_facts(call: SimpleNamespace) -> dict[str, Any]:
         b_dtype=getattr(call.input_b, "dtype", None),
         ready=ready,
         tiles_shape=_shape(tiles),
+        tiles_dtype=getattr(tiles, "dtype", None),
         known=_known(tiles) if ready else None,
     )
 
@@ -160,6 +165,25 @@ _row(
 )
 _row(
     _NONZERO,
+    "index_width",
+    "index_dtype must hold -1 and the largest index, T - 1 of T = {T}, got "
+    "{index_dtype}",
+    lambda c: isinstance(c.T, int) and c.T - 1 > c.largest,
+    example=_nonzero(shape=(129, 2), index_dtype="int8"),
+    stage=2,
+)
+_row(
+    _NONZERO,
+    "chunk",
+    "chunk_size must be a positive Python integer or None, got {chunk}",
+    lambda c: (
+        c.chunk is not None
+        and not (isinstance(c.chunk, int | np.integer) and c.chunk > 0)
+    ),
+    example=_nonzero(chunk_size="x"),
+)
+_row(
+    _NONZERO,
     "inside",
     "the columns from {known}, {count} of them, must lie inside the {C} of "
     "input_tensor",
@@ -180,7 +204,7 @@ _row(
     _NONZERO,
     "chip_chunk",
     "the chip takes chunk_size in multiples of 128 that divide T, got {chunk}",
-    lambda c: c.chunk is not None and (c.chunk < 1 or c.chunk % 128 or c.T % c.chunk),
+    lambda c: c.chunk is not None and (c.chunk % 128 or c.T % c.chunk),
     example=_nonzero(shape=(256, 2), chunk_size=192),
     tag="hw",
     stage=3,
@@ -245,6 +269,21 @@ _row(
     example=_flatten(f_len=3),
     stage=2,
 )
+
+
+def _padding_misfits(c: SimpleNamespace) -> bool:
+    info = jnp.iinfo(jax.dtypes.canonicalize_dtype(c.dtype))
+    return not info.min <= c.padding_val <= info.max
+
+
+_row(
+    _FLATTEN,
+    "padding",
+    "padding_val must fit the dtype of input_tensor, got {padding_val} and {dtype}",
+    _padding_misfits,
+    example=_flatten(input_tensor=np.zeros((2, 4), np.uint8)),
+    stage=2,
+)
 _row(
     _FLATTEN,
     "offsets",
@@ -302,7 +341,7 @@ _row(
 _row(
     _DYNAMIC,
     "tiles",
-    "num_m_tiles must be [1, 1] integer, got {tiles_shape}",
+    "num_m_tiles must be [1, 1] integer, got {tiles_dtype} of shape {tiles_shape}",
     lambda c: not c.ready,
     example=_add(num_m_tiles=np.ones(1, np.int32)),
 )
