@@ -244,10 +244,92 @@ def test_a_zero_weight_stays_zero(mode):
     np.testing.assert_array_equal(out, jnp.zeros_like(out))
 
 
+class Holder(nnx.Module):
+    """A layer in two places, and layers in other containers."""
+
+    def __init__(self):
+        layers = [nn.MLP(32, 64, rngs=nnx.Rngs(i)) for i in range(3)]
+        self.first = self.again = layers[0]
+        self.pair = nnx.data((layers[1], layers[0]))
+        self.by_name = nnx.Dict(b=layers[2])
+
+    def __call__(self, x):
+        layers = (self.first, self.again, *self.pair, self.by_name["b"])
+        return sum(layer(x) for layer in layers)
+
+
+def test_a_shared_layer_stays_shared_and_every_container_is_searched(mode):
+    x = jax.random.normal(jax.random.key(0), (1, 3, 32))
+    model = Holder()
+    new = neuronjax.quantize(
+        model, mode, calibration=[x] if mode == "static-fp8" else None
+    )
+    assert new.first is new.again is new.pair[1]
+    found = (new.first, new.pair[0], new.by_name["b"])
+    assert all(isinstance(layer, QuantizedMLP) for layer in found)
+    assert isinstance(model.pair[0], nn.MLP)
+    assert 0 < deviation(new(x), model(x)) < ERROR[mode]
+
+
+@pytest.mark.parametrize("mode", ["row-fp8", "static-fp8"])
+def test_tiny_weights_keep_their_digits(mode):
+    layer = nn.MLP(32, 64, rngs=nnx.Rngs(0))
+    layer.down[...] = layer.down[...] * 1e-9
+    x = jax.random.normal(jax.random.key(0), (1, 3, 32))
+    seen = [x] if mode == "static-fp8" else None
+    new = neuronjax.quantize(layer, mode, calibration=seen)
+    assert deviation(new(x), layer(x)) < ERROR[mode]
+
+
+class Sub(nn.MLP):
+    """A layer that `quantize` cannot know."""
+
+
+class Wrapper(nnx.Module):
+    def __init__(self, model):
+        self.model = model
+
+
+def not_finite():
+    layer = nn.MLP(32, 64, rngs=nnx.Rngs(0))
+    layer.up[...] = layer.up[...].at[0, 0].set(jnp.nan)
+    return layer
+
+
+def static(model, calibration, **options):
+    return neuronjax.quantize(model, "static-fp8", calibration=calibration, **options)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda m: neuronjax.quantize(m, "int3"), "mode must be one of row-fp8"),
+        (lambda m: neuronjax.quantize(m, ["row-fp8"]), "mode must be one of row-fp8"),
+        (
+            lambda m: neuronjax.quantize(m, "row-fp8", call=lambda m, x: m(x)),
+            "call is for calibration, which mode row-fp8 lacks",
+        ),
+        (lambda m: static(m, []), "must run every layer, got nothing for layers.0"),
+        (
+            lambda m: static(m.layers[0].mlp, [jnp.full((1, 1, 32), jnp.inf)]),
+            "calibration must be finite everywhere, got (nan|inf)",
+        ),
+        (
+            lambda m: static(
+                Wrapper(m.stacked()), [tokens()], call=lambda w, x: w.model(x)
+            ),
+            "expected a list of layers",
+        ),
+        (
+            lambda m: neuronjax.quantize(
+                Wrapper(Sub(32, 64, rngs=nnx.Rngs(0))), "row-fp8"
+            ),
+            "expected nn.MLP itself at model, got its subclass Sub",
+        ),
+        (
+            lambda m: neuronjax.quantize(not_finite(), "row-fp8"),
+            "expected finite weights, got NaN or infinity in model",
+        ),
         (lambda m: neuronjax.quantize(m, "static-fp8"), "needs calibration, got none"),
         (
             lambda m: neuronjax.quantize(m, "row-fp8", calibration=[tokens()]),

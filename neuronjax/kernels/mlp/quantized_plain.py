@@ -60,9 +60,12 @@ def _requantize(middle: jax.Array, ops: Operands, opts: Options) -> jax.Array:
         bound = opts.quant_clipping_bound
         middle = jnp.clip(middle, -bound, bound)
     finite = jnp.isfinite(middle)
-    top = jnp.max(jnp.where(finite, jnp.abs(middle), 0), axis=-1, keepdims=True)
+    most = float(jnp.finfo(middle.dtype).max)
+    clipped = jnp.clip(middle, -most, most)
+    known = jnp.where(jnp.isnan(middle), 0, jnp.abs(clipped))
+    top = jnp.max(known, axis=-1, keepdims=True)
     scale = jnp.maximum(top / _E4M3_MAX, jnp.asarray(_FLOOR, top.dtype))
-    z = jnp.clip(middle / scale, -_E4M3_MAX, _E4M3_MAX)
+    z = jnp.clip(clipped / scale, -_E4M3_MAX, _E4M3_MAX)
     rounded = z.astype(jnp.float8_e4m3).astype(z.dtype) * scale
     through = middle + lax.stop_gradient(rounded - middle)
     return jnp.where(finite, through, rounded)

@@ -125,7 +125,7 @@ def decode(codes: Codes, kind: Format) -> Float[Array, "..."]:
     value = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
     if kind.half_factor != 1:
         value = value * np.float32(kind.half_factor)
-    if kind is E4M3FN:  # one NaN a sign; e5m2's are those of float16
+    if kind == E4M3FN:  # one NaN a sign; e5m2's are those of float16
         value = jnp.where(size == jnp.uint16(0x7F), np.float32(np.nan), value)
     return value
 

@@ -35,10 +35,11 @@ def requantize_rows(
     """Returns codes in at least float32 and the scale of each row of `axis`.
 
     With a positive `bound` magnitudes are clipped to it first, which the derivative
-    sees; that the codes end at the type's largest value, it does not.
+    sees; that the codes end at the type's largest value, it does not. An infinity
+    counts as the largest finite value: an overflow stays visible in what it gives.
     """
     wide = x.astype(accumulator(x.dtype))
-    wide = _clip(wide, bound) if bound > 0 else wide
+    wide = _clip(wide, bound if bound > 0 else float(jnp.finfo(wide.dtype).max))
     limit = largest(dtype)
     scale = lax.stop_gradient(row_scales(wide, limit=limit, axis=axis))
     return _rounded(wide / scale, jnp.dtype(dtype)), scale

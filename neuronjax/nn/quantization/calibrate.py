@@ -18,7 +18,7 @@ Seen = dict[str, jax.Array]
 
 
 class Largest(nnx.Variable):
-    """The largest magnitude seen so far."""
+    """The largest magnitude seen so far; -1 before anything was seen."""
 
 
 def _see(variable: Largest, x: jax.Array) -> None:
@@ -37,7 +37,7 @@ class _SeenMLP(nnx.Module):
 
     def __init__(self, layer: MLP):
         self.layer = layer
-        self.gate_up, self.down = (Largest(jnp.zeros(())) for _ in range(2))
+        self.gate_up, self.down = (Largest(-jnp.ones(())) for _ in range(2))
 
     def __call__(self, x, residual=None):
         layer = self.layer
@@ -51,6 +51,9 @@ class _SeenMLP(nnx.Module):
         _see(self.down, activation(gate, layer.activation) * up)
         return layer(x, residual)
 
+    def seen(self) -> Seen:
+        return dict(gate_up=self.gate_up[...], down=self.down[...])
+
 
 class _SeenAttention(Attention):
     """An attention that notes what enters its projections."""
@@ -59,7 +62,7 @@ class _SeenAttention(Attention):
         self.layer, self.norm, self.dtype = layer, layer.norm, layer.dtype
         self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
         self.head_dim, self.norm_eps = layer.head_dim, layer.norm_eps
-        self.columns, self.rows = (Largest(jnp.zeros(())) for _ in range(2))
+        self.columns, self.rows = (Largest(-jnp.ones(())) for _ in range(2))
 
     def _project(self, x, gamma, options):
         _see(self.columns, _normed(self.layer, x))
@@ -68,6 +71,9 @@ class _SeenAttention(Attention):
     def _out(self, heads):
         _see(self.rows, heads)
         return self.layer._out(heads)
+
+    def seen(self) -> Seen:
+        return dict(qkv=self.columns[...], out=self.rows[...])
 
 
 def calibrate(
@@ -85,15 +91,36 @@ def calibrate(
     Returns:
         For the path of each layer, the largest magnitude of what enters its
         projections: `gate_up` and `down` of an MLP, `qkv` and `out` of an attention.
+
+    Raises:
+        ValueError: a layer never ran, or saw NaN or an infinity.
     """
-    watched = replace_layers(model, _SeenMLP, _SeenAttention)
+    layers: dict[tuple[Any, ...], _SeenMLP | _SeenAttention] = {}
+
+    def watch(kind):
+        def make(layer, path):
+            layers[path] = kind(layer)
+            return layers[path]
+
+        return make
+
+    watched = replace_layers(model, watch(_SeenMLP), watch(_SeenAttention))
     run = nnx.jit(lambda model, x: (call(model, x), None)[1])
     for x in inputs:
         run(watched, x)
-    found = {}
-    for path, layer in nnx.iter_modules(watched):
-        if isinstance(layer, _SeenMLP):
-            found[path] = dict(gate_up=layer.gate_up[...], down=layer.down[...])
-        elif isinstance(layer, _SeenAttention):
-            found[path] = dict(qkv=layer.columns[...], out=layer.rows[...])
-    return found
+    return {path: _checked(path, layer.seen()) for path, layer in layers.items()}
+
+
+def _checked(path: tuple[Any, ...], seen: Seen) -> Seen:
+    place = ".".join(map(str, path)) or "model"
+    for name, top in seen.items():
+        if top == -1:
+            raise ValueError(
+                f"quantize: calibration must run every layer, got nothing for {place}"
+            )
+        if not jnp.isfinite(top):
+            raise ValueError(
+                f"quantize: calibration must be finite everywhere, got {top} before "
+                f"the {name} projection of {place}"
+            )
+    return seen

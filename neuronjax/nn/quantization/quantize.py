@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from neuronjax.nn.quantization.calibrate import calibrate
@@ -53,9 +54,10 @@ def quantize(
         straight through rounding and are zero beyond a clip.
 
     Raises:
-        ValueError: `mode` is unknown, there is nothing to quantize, `calibration` is
-            missing or not asked for, or layers are stacked where each needs scales of
-            its own (`Llama.unstacked` first).
+        ValueError: `mode` is unknown, a weight is not finite, there is nothing to
+            quantize or a layer is of a subclass, `calibration` is missing or not asked
+            for, leaves a layer out or is not finite, or layers are stacked where each
+            needs scales of its own (`Llama.unstacked` first).
 
     Source:
         Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433, section 3; Rouhani
@@ -70,6 +72,8 @@ def quantize(
         (dtype(float8_e4m3), (256,))
     """
     scheme = _scheme(mode)
+    if call is not None and not scheme.calibrated:
+        raise ValueError(f"quantize: call is for calibration, which mode {mode} lacks")
     if scheme.calibrated != (calibration is not None):
         need = "needs" if scheme.calibrated else "takes no"
         given = "none" if calibration is None else "some"
@@ -84,12 +88,13 @@ def quantize(
         def make(layer, path):
             nonlocal found
             found += 1
+            _require_finite(layer, path)
             return kind(layer, scheme, seen.get(path))
 
         return make
 
     new = replace_layers(
-        model, replacement(QuantizedMLP), replacement(QuantizedAttention), paths=True
+        model, replacement(QuantizedMLP), replacement(QuantizedAttention)
     )
     if not found:
         raise ValueError(
@@ -105,15 +110,25 @@ def stored_bytes(model: nnx.Module) -> int:
 
 
 def _scheme(mode: str) -> Scheme:
-    if mode not in _SCHEMES:
+    if not isinstance(mode, str) or mode not in _SCHEMES:
         raise ValueError(
             f"quantize: mode must be one of {', '.join(MODES)}, got {mode}"
         )
     return _SCHEMES[mode]
 
 
+def _require_finite(layer: nnx.Module, path: tuple[Any, ...]) -> None:
+    for weight in jax.tree.leaves(nnx.state(layer, nnx.Param)):
+        if not isinstance(weight, jax.core.Tracer) and not jnp.isfinite(weight).all():
+            place = ".".join(map(str, path)) or "model"
+            raise ValueError(
+                f"quantize: expected finite weights, got NaN or infinity in {place}"
+            )
+
+
 def _require_unstacked(model: nnx.Module, mode: str) -> None:
-    if getattr(model, "scan_layers", False):
+    modules = [module for _, module in nnx.iter_modules(model)]
+    if any(getattr(module, "scan_layers", False) for module in modules):
         raise ValueError(
             f"quantize: mode {mode} measures every layer: expected a list of layers "
             f"(`model.unstacked()`), got stacked ones"
