@@ -251,3 +251,22 @@ def test_one_row_against_narrow_weights_keeps_the_activations_precision():
     got = neuronjax.qkv(x, w)
     wanted = np.asarray(x, "float64") @ np.asarray(w, "float64")
     assert got.dtype == jnp.float32 and error(got, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("eps", [-1e-6, np.nan, np.inf, -np.inf])
+def test_an_epsilon_that_makes_nan_is_refused(eps):
+    x, w = jnp.ones((1, 2, 8)), jnp.ones((8, 16))
+    for function, name in (
+        (neuronjax.qkv, "norm_eps"),
+        (neuronjax.qkv_tkg, "eps"),
+        (emit.qkv_kernel, "eps"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be finite and at least 0"):
+            function(x, w, **{name: eps})
+
+
+@pytest.mark.parametrize("function", ["qkv", "qkv_cte", "qkv_tkg"])
+def test_a_mix_of_tiles_and_tensors_names_the_called_function(function):
+    tile = MemrefTile.from_tensor(jnp.ones((1, 2, 8)), 2)
+    with pytest.raises(ValueError, match=f"^Inputs/outputs to {function} must be all"):
+        getattr(neuronjax, function)(tile, jnp.ones((8, 16)))

@@ -1,5 +1,7 @@
 """Quantized keys and values in fp8 caches: values, slots, and what stays untouched."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -92,6 +94,41 @@ def test_a_slot_outside_is_an_error_or_leaves_the_caches_alone(value):
         a, b, old = (bits(x).reshape(-1, 4) for x in (a, b, arrays[old]))
         np.testing.assert_array_equal(b[slot], old[slot])
         np.testing.assert_array_equal(np.delete(b, slot, 0), np.delete(a, slot, 0))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "slots", "written"),
+    [
+        ("int64", [2**32, 1, 2**63 - 1], [1]),
+        ("uint64", [2**64 - 1, 1, 2**32], [1]),
+        ("uint32", [2**32 - 1, 1, 2**31], [1]),
+        ("int8", [127, 1, -1], [1, 127]),
+    ],
+)
+def test_slots_of_any_width_are_compared_before_they_are_narrowed(
+    dtype, slots, written, plain
+):
+    """R-15: int32 would take 2**32 for slot 0; int8 cannot count 168 slots."""
+    arrays, options = caching(shape=(1, 3, 6), blocks=True)
+    arrays |= {k: jnp.tile(arrays[k], (14, 1, 1)) for k in ("k_cache", "v_cache")}
+    with jax.enable_x64(True):
+        arrays["slot_mapping"] = jnp.asarray(np.array([slots], dtype))
+        run = jax.jit(lambda a: neuronjax.qkv_cte(**a, **options))
+        with neuronjax.plain() if plain else contextlib.nullcontext():
+            _, *caches = run(arrays)
+    for got, old in zip(caches, ("k_cache", "v_cache"), strict=True):
+        # As values: the plain form may change the bits of a NaN.
+        got, old = (np.asarray(x, "f4").reshape(-1, 4) for x in (got, arrays[old]))
+        kept = (got == old) | (np.isnan(got) & np.isnan(old))
+        np.testing.assert_array_equal(np.flatnonzero(~kept.all(1)), written)
+
+
+def test_float_slots_are_refused_by_their_dtype():
+    arrays, options = caching(blocks=True)
+    floats = arrays["slot_mapping"].astype("float32")
+    with pytest.raises(ValueError, match=r"got \(2, 3\) of dtype float32"):
+        neuronjax.qkv(**arrays | dict(slot_mapping=floats), **options)
 
 
 def test_a_slot_named_twice_is_refused():

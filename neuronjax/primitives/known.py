@@ -4,6 +4,7 @@ Under `jit` an operand is a shape; what a leaf does then with a value that break
 rule is in its docstring.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -22,6 +23,11 @@ def known(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
+def is_epsilon(value: Any) -> bool:
+    """Whether a number may be added under a root: finite and at least 0."""
+    return 0 <= float(value) < math.inf
+
+
 def require_divisors(function: str, **scales: Any) -> None:
     """Refuses a scale that divides and is not positive and finite.
 
@@ -34,10 +40,11 @@ def require_divisors(function: str, **scales: Any) -> None:
         held = known(scale)
         if held is None or held.dtype.kind in "iu":
             continue
-        if not ((held > 0) & np.isfinite(held)).all():
+        wrong = held[~((held > 0) & np.isfinite(held))]
+        if wrong.size:
             raise ValueError(
-                f"{function}: {name} must be positive and finite, it divides, got "
-                f"{held.ravel()[0]}"
+                f"{function}: {name} must be positive and finite, values are divided "
+                f"by it before they are rounded, got {wrong[0]}"
             )
 
 

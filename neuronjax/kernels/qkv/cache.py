@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Integer, Shaped
 
 
 def quantized_cache_rows(
@@ -37,7 +37,7 @@ def write_flat_rows(
 def write_block_rows(
     cache: Shaped[Array, "blocks block_size width"],
     rows: Shaped[Array, "batch seq width"],
-    slots: Int[Array, "batch seq"],
+    slots: Integer[Array, "batch seq"],
 ) -> Shaped[Array, "blocks block_size width"]:
     """Returns `cache` with each row in its slot.
 
@@ -46,12 +46,22 @@ def write_block_rows(
     """
     blocks, block_size, width = cache.shape
     count = blocks * block_size
-    # A negative index would count from the end; one past the end is dropped.
-    where = jnp.where(slots < 0, jnp.asarray(count, slots.dtype), slots)
     held = _bytes(cache).reshape(count, width)
+    where = _dropping(slots, count)
     new = _bytes(rows).reshape(math.prod(rows.shape[:2]), width)
     held = held.at[where.reshape(-1)].set(new, mode="drop")
     return lax.bitcast_convert_type(held.reshape(cache.shape), cache.dtype)
+
+
+def _dropping(slots, count):
+    """The slots, `count` for one outside: a write past the end is dropped.
+
+    They are compared before a scatter narrows them to int32, where `2**32` would be 0.
+    """
+    if slots.dtype.itemsize < 4:  # too narrow to hold `count`
+        slots = slots.astype(jnp.int32)
+    end = jnp.asarray(count, slots.dtype)
+    return jnp.where((slots < 0) | (slots >= end), end, slots).astype(jnp.int32)
 
 
 def _bytes(x):

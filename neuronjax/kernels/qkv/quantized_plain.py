@@ -89,6 +89,8 @@ def _cached(y, operands, c):
             caches.append(jnp.concatenate([rows, cache[:, rows.shape[1] :]], 1))
             continue
         flat = cache.reshape(-1, width)
+        if slots.dtype.itemsize < 4:  # too narrow to count the slots
+            slots = slots.astype(jnp.int32)
         # Which row each slot holds: the last one that names it, or its own.
         named = (
             slots.reshape(-1) == jnp.arange(flat.shape[0], dtype=slots.dtype)[:, None]

@@ -152,6 +152,8 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             is_mx=bool(packed),
             cache_dtypes=_odd_caches(operands, getattr(call, "kv_dtype", None)),
             traced=_traced(call, names["eps"]),
+            eps_given=getattr(call, names["eps"]),
+            slots_given=_described(operands["slots"]),
             off_axis=_off_axis(operands, names),
         )
         found["prefill"] = function == "qkv_cte" or (
@@ -223,6 +225,13 @@ def _traced(call: SimpleNamespace, eps: str) -> str:
         except (TypeError, ValueError):
             return f"{key} of type {type(value).__name__}"
     return ""
+
+
+def _described(x: Any) -> str:
+    """The shape and dtype of an operand, or the type of what has none."""
+    if not hasattr(x, "dtype"):
+        return type(x).__name__
+    return f"{x.shape} of dtype {x.dtype}"
 
 
 def _off_axis(operands: dict[str, Any], names: dict[str, str]) -> str:

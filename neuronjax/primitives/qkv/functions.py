@@ -122,7 +122,7 @@ def qkv(
         fused_norm_type: `NO_NORM`, `RMS_NORM`, `LAYER_NORM`, `RMS_NORM_SKIP_GAMMA`.
         gamma_norm_weights: the norm's gain, `[1, H]`.
         layer_norm_bias: LayerNorm's offset, `[1, H]`.
-        norm_eps: added to the mean square or variance.
+        norm_eps: added to the mean square or variance; finite, at least 0.
         hidden_actual: columns that count in RMSNorm's mean; the rest hold zeros.
             LayerNorm counts all columns.
         fused_rope: rotate by `cos_cache` and `sin_cache`.
@@ -143,8 +143,10 @@ def qkv(
         use_block_kv: the caches are block caches.
         block_size: slots of a block.
         slot_mapping: integers `[B, S]`: token `t` goes to block `t // block_size`,
-            offset `t % block_size`. A slot outside the caches is an error when it is
-            known while tracing; under `jit` its token is written nowhere.
+            offset `t % block_size`. A slot outside the caches, and one that is named
+            twice, is an error when the slots are known while tracing. Under `jit` a
+            token whose slot is outside is written nowhere, and which token a slot
+            named twice holds is not defined.
         store_output_in_sbuf: where the output lies; changes no value.
         sbm: the vendor's buffer manager; must be `None`.
         use_auto_allocation: who places buffers; changes no value.
@@ -163,7 +165,9 @@ def qkv(
         `(q, k_cache, v_cache)`: `q` is `[B, S, num_q_heads*d_head]`, the query heads.
 
     Raises:
-        ValueError: the arguments break a rule; one error lists all of them.
+        ValueError: the arguments break a rule; one error lists all of them. Or a scale
+            that divides is not positive and finite, or a slot lies outside the caches
+            or is named twice, where their values are known while tracing.
         NotImplementedError: an option is not built yet.
 
     Source:

@@ -267,7 +267,7 @@ _row(
 _row(
     "slots",
     CACHING,
-    "slot_mapping must be integers of shape (B, S) = ({B}, {S}), got {shape.slots}",
+    "slot_mapping must be integers of shape (B, S) = ({B}, {S}), got {slots_given}",
     lambda c: (
         c.slots is not None
         and (

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.known import is_epsilon
 from neuronjax.primitives.options import (
     NormType,
     QKVOutputLayout,
@@ -38,15 +39,11 @@ def _row(rule: str, functions: tuple[str, ...], message: str, *args, **kwargs) -
     )
 
 
-for _emitter in EMITTERS:
+for _function, _names in ARGUMENTS.items():
     contracts.add(
         contracts.all_or_none_tiles(
-            _emitter,
-            [
-                ARGUMENTS[_emitter][key]
-                for key in OPERANDS
-                if key in ARGUMENTS[_emitter]
-            ],
+            _function,
+            [_names[key] for key in OPERANDS if key in _names],
             lambda function: arguments(
                 x=MemrefTile.from_tensor(jnp.zeros((1, 2, 8)), 2)
             )(function),
@@ -92,6 +89,14 @@ _row(
     "while tracing, got {traced}",
     lambda c: c.traced,
     example=arguments(d_head=(1,)),
+    stage=1,
+)
+_row(
+    "eps",
+    ALL,
+    "{arg.eps} must be finite and at least 0, got {eps_given}",
+    lambda c: not c.traced and not is_epsilon(c.eps_given),
+    example=arguments(eps=-1.0),
     stage=1,
 )
 _row(
