@@ -330,7 +330,7 @@ def test_no_option_is_ignored():
         (dict(gate_w_scale=None), "ROW needs gate_w_scale"),
         (dict(quantization_type="STATIC"), "STATIC needs gate_up_in_scale"),
         (dict(quantization_type="NONE"), "gate_w_scale.* has no use"),
-        (dict(hidden_tensor=codes), "decode .* quantizes no activation"),
+        (dict(hidden_tensor=codes), "must be packed for ROW, .* decode .* takes no"),
         (dict(gate_w_scale=one), "gate_w_scale .128, 7., got"),
         (dict(quant_clipping_bound=-1.0), "quant_clipping_bound must be"),
     ):

@@ -1,5 +1,6 @@
 """`mlp`: the feed-forward block by aws-neuron/nki-library's name and arguments."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Shaped
 from neuronjax.primitives import contracts
 from neuronjax.primitives.mlp.emitters import mlp_kernel
 from neuronjax.primitives.mlp.facts import facts
-from neuronjax.primitives.mlp.quantized import quant_mlp_kernel
+from neuronjax.primitives.mlp.quantized import quant_mlp_kernel, require_values
 from neuronjax.primitives.options import (
     ActFnType,
     NormType,
@@ -126,21 +127,22 @@ def mlp(
         up_w_scale: the same of `W_u`.
         down_w_scale: of `W_d`, `[128, H]` for ROW, `[128, 1]` for STATIC; MX: uint8
             `[Ip/8, ceil(I/512), H]`.
-        gate_up_in_scale: STATIC: the scale of an fp8 `h`, `[128, 1]`. Decode needs it
-            given and does not read it.
+        gate_up_in_scale: STATIC: the scale of an fp8 `h`, `[128, 1]`; in prefill
+            positive and finite. Decode needs it given and does not read it.
         down_in_scale: STATIC: the scale of the gated values in prefill; the same.
         quant_clipping_bound: ROW in prefill: magnitudes of the gated values are clipped
-            to it before their scale is taken; 0 clips none.
+            to it before their scale is taken; at least 0, and 0 clips none.
         output_dtype: dtype of the results; None for that of `h`.
         store_output_in_sbuf: refuses; pass tiles, and the result is one.
-        eps: added to the mean square or variance.
+        eps: added to the mean square or variance; finite, at least 0.
         skip_gate_proj: `y = act(u) W_d + b_d`, without a gate.
         use_tkg_gate_up_proj_column_tiling: a placement hint; changes no value.
         use_tkg_down_proj_column_tiling: a placement hint; changes no value.
         use_tkg_down_proj_optimized_layout: the down weight is stored with its columns
             permuted for unit strides: `reshape(stored, (I, lnc, H/128/lnc, 128))`,
             transposed to `(0, 1, 3, 2)`, is the weight.
-        gate_clamp_upper_limit: `g` is at most this, then at least the lower limit.
+        gate_clamp_upper_limit: `g` is at most this, then at least the lower limit,
+            which is not above it.
         gate_clamp_lower_limit: see `gate_clamp_upper_limit`.
         up_clamp_upper_limit: the same for `u`.
         up_clamp_lower_limit: the same for `u`.
@@ -163,8 +165,9 @@ def mlp(
 
     Raises:
         ValueError: shapes, dtypes or options do not fit together; the message has every
-            broken rule. Limits of the chip (`H` a multiple of 128, clamps for few rows
-            only) are reported by `neuronjax.can` and refused for tiles alone.
+            broken rule. Or a scale that must be positive is not, where its value is
+            known while tracing. Limits of the chip (`H` a multiple of 128, clamps for
+            few rows only) are reported by `neuronjax.can` and refused for tiles alone.
         NotImplementedError: `store_output_in_sbuf` or `sbm` is given.
 
     Source:
@@ -177,6 +180,7 @@ def mlp(
         >>> mlp(h, w, w, w, skip_gate_proj=True, up_clamp_lower_limit=0.0)[0]
         Array([[0.7310586, 0.       ]], dtype=float32)
     """
+    require_values("mlp", SimpleNamespace(**locals()), hidden_tensor)
     if use_tkg_down_proj_optimized_layout:
         down_proj_weights_tensor = _logical(down_proj_weights_tensor, int(lnc))
     kind = member(QuantizationType, quantization_type)

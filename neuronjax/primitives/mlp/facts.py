@@ -163,7 +163,7 @@ def _misfit(operands: dict[str, Any], names: dict[str, str], kind: Any) -> str:
         dtype = getattr(x, "dtype", None)
         if x is None or key in own or key.endswith("_scale"):
             continue
-        if dtype not in DTYPES:
+        if dtype is None or dtype not in DTYPES:
             found.append(f"{names[key]} of dtype {dtype}")
     return ", ".join(found)
 
@@ -182,9 +182,10 @@ def _unlike(operands: dict[str, Any], names: dict[str, str], width: int) -> str:
     found = []
     for key, shape in shapes.items():
         x = operands[key]
-        if x is not None and tuple(x.shape) != shape:
+        held = getattr(x, "shape", type(x).__name__)
+        if x is not None and held != shape:
             axes = f"[{', '.join(wanted[key])}] = " if key in wanted else ""
-            found.append(f"{names[key]} must have shape {axes}{shape}, got {x.shape}")
+            found.append(f"{names[key]} must have shape {axes}{shape}, got {held}")
     return "; ".join(found)
 
 

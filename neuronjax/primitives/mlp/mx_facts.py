@@ -91,8 +91,11 @@ def _unlike(operands: dict[str, Any], names: dict[str, str], kind: Any):
         x = operands[key]
         if x is None or key not in names:
             continue
-        if list(x.shape) != shape or dtype not in (None, str(x.dtype)):
-            yield f"{names[key]} {dtype or ''} {tuple(shape)}, got {x.dtype} {x.shape}"
+        held = getattr(x, "dtype", None)
+        fits = held is not None and list(x.shape) == shape
+        if not fits or dtype not in (None, str(held)):
+            got = type(x).__name__ if held is None else f"{held} {x.shape}"
+            yield f"{names[key]} {dtype or ''} {tuple(shape)}, got {got}"
 
 
 def config_of(call: SimpleNamespace) -> dict[str, Any]:

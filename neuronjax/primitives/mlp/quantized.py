@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from neuronjax.primitives import contracts
+from neuronjax.primitives.known import require_divisors
 from neuronjax.primitives.mlp import (
     mx_rules,  # noqa: F401  enters the rows
     quantized_rules,  # noqa: F401  enters the rows
@@ -12,13 +13,24 @@ from neuronjax.primitives.mlp import (
 from neuronjax.primitives.mlp.facts import facts
 from neuronjax.primitives.mlp.macro import Operand, emit
 from neuronjax.primitives.mlp.mx_facts import config_of as mx_config
-from neuronjax.primitives.mlp.quantized_facts import takes_prefill
+from neuronjax.primitives.mlp.quantized_facts import IN_SCALES, takes_prefill
 from neuronjax.primitives.options import (
     ActFnType,
     NormType,
     QuantizationType,
     member,
 )
+
+
+def require_values(function: str, call: SimpleNamespace, hidden: Any) -> None:
+    """Refuses scales of activations that divide, where they are known.
+
+    Decode reads none; ROW and MX have none.
+    """
+    prefill = takes_prefill(tuple(hidden.shape), call.force_cte_mode)
+    if prefill:
+        scales = {name: getattr(call, name) for name in IN_SCALES}
+        require_divisors(function, **scales)
 
 
 def _config(call: SimpleNamespace) -> dict[str, Any]:
@@ -83,8 +95,10 @@ def quant_mlp_kernel(
         gate_up_w_scale: float32, a row for gate and one for up (up alone with
             `skip_gate`): `[2, I]` for ROW, `[2, 1]` for STATIC.
         down_w_scale: float32, `[1, H]` for ROW, `[1, 1]` for STATIC.
-        gate_up_in_scale: STATIC: the scale of an fp8 `hidden`, `[1, 1]`.
-        down_in_scale: STATIC: the scale of the gated values in prefill, `[1, 1]`.
+        gate_up_in_scale: STATIC: the scale of an fp8 `hidden`, `[1, 1]`; in prefill
+            positive and finite.
+        down_in_scale: STATIC: the scale of the gated values in prefill, `[1, 1]`; the
+            same.
         gamma: as in `mlp_kernel`.
         beta: as in `mlp_kernel`.
         gate_b: as in `mlp_kernel`.
@@ -116,6 +130,7 @@ def quant_mlp_kernel(
         sum.
     """
     call = SimpleNamespace(**locals())
+    require_values("quant_mlp_kernel", call, hidden)
     call.quantized = _config(call)
     form = "none" if fused_add is None else "prologue"
     outs = emit("quant_mlp_kernel", call, form, addend=fused_add)
@@ -191,6 +206,7 @@ def quant_mlp_fused_add_kernel(
         An array or tile of the shape and dtype of `mlp_out`.
     """
     call = SimpleNamespace(**locals(), out_dtype=getattr(mlp_out, "dtype", None))
+    require_values("quant_mlp_fused_add_kernel", call, hidden)
     call.quantized = _config(call)
     form = "none" if attn_out is None else "epilogue"
     outs = emit("quant_mlp_fused_add_kernel", call, form, residual=attn_out)

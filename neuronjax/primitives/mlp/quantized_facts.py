@@ -119,6 +119,16 @@ def _unlike_scales(facts, operands, names, call) -> str:
     found = []
     for key, shape in wanted.items():
         x = operands[key]
-        if x is not None and (tuple(x.shape), x.dtype) != (shape, jnp.float32):
-            found.append(f"{names[key]} {shape}, got {x.shape} of dtype {x.dtype}")
+        if x is not None and _held(x) != (shape, jnp.float32):
+            found.append(f"{names[key]} {shape}, got {_described(x)}")
     return "; ".join(found)
+
+
+def _held(x: Any) -> tuple[Any, Any]:
+    return getattr(x, "shape", None), getattr(x, "dtype", None)
+
+
+def _described(x: Any) -> str:
+    """The shape and dtype of an operand, or the type of what has none."""
+    shape, dtype = _held(x)
+    return type(x).__name__ if dtype is None else f"{shape} of dtype {dtype}"

@@ -102,14 +102,15 @@ _row(
 
 def _negative(c: SimpleNamespace) -> bool:
     try:
-        return float(c.quant_clipping_bound) < 0
+        return not float(c.quant_clipping_bound) >= 0  # a NaN neither
     except (TypeError, ValueError):
         return True
 
 
 _row(
     "clipping_bound",
-    "quant_clipping_bound must be a Python number of at least 0",
+    "quant_clipping_bound must be a Python number of at least 0, got "
+    "{quant_clipping_bound}",
     _negative,
     quantized(quant_clipping_bound=-1.0),
 )
@@ -135,6 +136,14 @@ def _symbolic() -> Any:
     return jax.ShapeDtypeStruct((rows, 1, 8), jnp.float32)
 
 
+_row(
+    "packed",
+    "{arg.hidden} of float8_e4m3 must be packed for ROW, [.., H + 4]: a row's codes "
+    "and the four bytes of its scale, H the rows of {arg.up_w}; decode (B * S <= 96, "
+    "no force_cte_mode) takes no float8_e4m3; got {shape.hidden} and {shape.up_w}",
+    lambda c: c.packed and c.ranked and c.width != c.shape.up_w[0],
+    quantized(hidden=_codes(1, 97, 8)),
+)
 _row(
     "fp8_decode",
     "decode (B * S <= 96, no force_cte_mode) quantizes no activation: {arg.hidden} "

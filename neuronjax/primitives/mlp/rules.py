@@ -1,5 +1,6 @@
 """The rules of MLP calls: one row each, for the public function and the emitters."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.known import is_epsilon
 from neuronjax.primitives.mlp.facts import (
     ALL,
     ARGUMENTS,
@@ -108,9 +110,47 @@ _row(
     stage=1,
 )
 _row(
+    "eps",
+    "eps must be finite and at least 0, got {eps}",
+    lambda c: not c.traced and not is_epsilon(c.eps),
+    example=arguments(eps=-1.0),
+    stage=1,
+)
+
+
+def _crossed(c: SimpleNamespace) -> bool:
+    """Whether a clamp has no value between its limits; a NaN leaves none."""
+
+    def keeps(upper: Any, lower: Any) -> bool:
+        high = math.inf if upper is None else float(upper)
+        return (-math.inf if lower is None else float(lower)) <= high
+
+    limits = [getattr(c, key) for key in LIMITS]
+    return not (keeps(*limits[:2]) and keeps(*limits[2:]))
+
+
+_row(
+    "clamps",
+    "a clamp's upper limit must be at least its lower one, and neither NaN, got "
+    "{gate_clamp_lower_limit} to {gate_clamp_upper_limit} for the gate and "
+    "{up_clamp_lower_limit} to {up_clamp_upper_limit} for up",
+    lambda c: not c.traced and _crossed(c),
+    example=arguments(up_clamp_upper_limit=-1.0, up_clamp_lower_limit=1.0),
+    stage=1,
+)
+
+
+def _odd_output(c: SimpleNamespace) -> bool:
+    try:
+        return c.out is not None and jnp.dtype(c.out) not in DTYPES
+    except TypeError:
+        return True
+
+
+_row(
     "output_dtype",
     "{arg.out_dtype} must be bfloat16, float16, float32 or float64, got {out}",
-    lambda c: c.out is not None and jnp.dtype(c.out) not in DTYPES,
+    _odd_output,
     functions=("mlp", "mlp_kernel", "quant_mlp_kernel"),
     example=arguments(out_dtype="int8"),
     stage=1,
