@@ -239,6 +239,17 @@ def test_a_divisor_that_is_known_and_not_positive_is_refused(form):
         project(form, "STATIC", *arrays)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", [1.0, [1.0], jnp.ones((1, 1), jnp.bfloat16)])
+def test_a_scale_that_is_no_float32_array_is_refused_by_name(form, scale):
+    arrays, _ = quantized("STATIC", form=form)
+    kind = getattr(scale, "dtype", type(scale).__name__)
+    for at, words in ((3, f"{kind} for weight_scale"), (4, f"{kind} for input_scale")):
+        given = [*arrays[:at], scale, *arrays[at + 1 :]]
+        with pytest.raises(ValueError, match=f"must be float32, got .*{words}"):
+            project(form, "STATIC", *given)
+
+
 def test_the_chips_own_limits_are_reported():
     arrays, _ = quantized("ROW")
     given = dict(quantization_type="ROW", weight_scales=arrays[3])

@@ -44,4 +44,5 @@ def _unlike(call: SimpleNamespace, rows: int, weight_scale: Any, input_scale: An
 def _misfit(name: str, x: Any, dtype: str, shape: tuple):
     found: Any = getattr(x, "dtype", None)
     if x is None or str(found) != dtype or _shape(x) != shape:
-        yield f"{name} must be {dtype} of shape {shape}, got {found} {_shape(x)}"
+        got = type(x).__name__ if found is None else f"{found} {_shape(x)}"
+        yield f"{name} must be {dtype} of shape {shape}, got {got}"

@@ -58,7 +58,8 @@ def _missing(c: SimpleNamespace) -> bool:
 
 def _other_dtypes(c: SimpleNamespace) -> bool:
     scales = [scale for scale in c.scales.values() if scale is not None]
-    return not _is(c, "MX") and any(scale.dtype != jnp.float32 for scale in scales)
+    dtypes = [getattr(scale, "dtype", None) for scale in scales]
+    return not _is(c, "MX") and any(dtype != jnp.float32 for dtype in dtypes)
 
 
 def _quantized(kind: str, **changes: Any):
@@ -103,7 +104,7 @@ _row(
 _row(
     "scale_dtype",
     ALL,
-    "{scale_names[0]} and {scale_names[1]} must be float32",
+    "{scale_names[0]} and {scale_names[1]} must be float32, got {scale_kinds}",
     _other_dtypes,
     example=_quantized("ROW", weight_scale=jnp.ones((1, 6), jnp.bfloat16)),
     stage=1,

@@ -56,6 +56,7 @@ def facts(form: str | None):
             quantization=kind,
             scales=_scales(call),
             scale_names=SCALES[call.function],
+            scale_kinds=_kinds(_scales(call)),
             layout=", ".join(str(layout)),
             weight_layout="[N, D, H]" if tiled else "[N*D, H]",
             ranked=ranked,
@@ -87,6 +88,13 @@ def core_count(lnc: Any, width: int) -> int | None:
 def _scales(call: Any) -> dict[str, Any]:
     """The scales of weight and input, by their argument names, in this order."""
     return {name: getattr(call, name) for name in SCALES[call.function]}
+
+
+def _kinds(scales: dict[str, Any]) -> str:
+    """The dtype of each scale that is given, or the type of what has none."""
+    kinds = {k: getattr(x, "dtype", type(x).__name__) for k, x in scales.items()}
+    given = [f"{kinds[k]} for {k}" for k, x in scales.items() if x is not None]
+    return " and ".join(given)
 
 
 def _odd_dtype(operands: dict[str, Any], fp8: set[str]) -> str:
