@@ -101,6 +101,17 @@ def test_the_types_ship():
     ]
 
 
+def test_importing_starts_no_backend():
+    """How many devices there are is chosen after the import."""
+    code = (
+        "import neuronjax, neuronjax.nn, neuronjax.models, jax;"
+        "jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices()))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "3"
+
+
 def test_the_version_stands_once():
     assert neuronjax.__version__ == _project()["project"]["version"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives.contracts import Contract, Size, add
 from neuronjax.primitives.mlp.facts import ARGUMENTS, QUANTIZED
@@ -29,20 +30,20 @@ def block_scaled(d_ff: int = 32, **changes: Any) -> Callable[[str], dict[str, An
         names, p, tiles = ARGUMENTS[function], d_ff // 4 if d_ff < 512 else 128, 1
         tiles = -(-d_ff // 512)
         codes, scales = jnp.uint16, jnp.uint8
-        up, scale = jnp.zeros((128, 1, d_ff), codes), jnp.zeros((16, 1, d_ff), scales)
+        up, scale = np.zeros((128, 1, d_ff), codes), np.zeros((16, 1, d_ff), scales)
         given: dict[str, Any] = dict(
-            hidden=jnp.zeros((1, 2, 512)),
+            hidden=np.zeros((1, 2, 512), np.float32),
             gate_w=up,
             up_w=up,
-            down_w=jnp.zeros((p, tiles, 512), codes),
-            down_w_scale=jnp.zeros((p // 8, tiles, 512), scales),
+            down_w=np.zeros((p, tiles, 512), codes),
+            down_w_scale=np.zeros((p // 8, tiles, 512), scales),
             norm="NO_NORM",
             quantization="MX",
         )
         if function == "mlp":
             given |= dict(gate_w_scale=scale, up_w_scale=scale)
         else:
-            given |= dict(gate_up_w_scale=jnp.stack([scale, scale]))
+            given |= dict(gate_up_w_scale=np.stack([scale, scale]))
         given |= changes
         return {names.get(key, key): x for key, x in given.items()}
 
@@ -90,14 +91,14 @@ _row(
     "shapes",
     "packed operands must fit {arg.up_w} [128, H/512, I]: {mx_unlike}",
     lambda c: c.mx_unlike,
-    block_scaled(down_w=jnp.zeros((8, 2, 512), jnp.uint16)),
+    block_scaled(down_w=np.zeros((8, 2, 512), jnp.uint16)),
     stage=1,
 )
 _row(
     "width",
     "MX takes H in multiples of 512 for {arg.hidden}, got {shape.hidden}",
     None,
-    block_scaled(hidden=jnp.zeros((1, 2, 500))),
+    block_scaled(hidden=np.zeros((1, 2, 500), np.float32)),
     # Named apart: its multiple does not count in the nearest H of other weights.
     size=Size("H (MX)", lambda c: c.mx_width, multiple=512),
     stage=1,
@@ -125,10 +126,11 @@ _row(
     "MX takes no fused add",
     lambda c: c.is_mx and (c.addend is not None or c.residual is not None),
     lambda function: (
-        block_scaled(addend=jnp.zeros((1, 2, 512)))(function)
+        block_scaled(addend=np.zeros((1, 2, 512), np.float32))(function)
         if "mlp_out" not in ARGUMENTS[function].values()
         else block_scaled(
-            residual=jnp.zeros((1, 2, 512)), mlp_out=jnp.zeros((1, 2, 512))
+            residual=np.zeros((1, 2, 512), np.float32),
+            mlp_out=np.zeros((1, 2, 512), np.float32),
         )(function)
     ),
 )
@@ -136,7 +138,7 @@ _row(
     "hidden",
     "MX takes {arg.hidden} of bfloat16, float16, float32 or float64, got {mx_hidden}",
     lambda c: c.is_mx and c.mx_hidden,
-    block_scaled(hidden=jnp.zeros((1, 2, 512), jnp.float8_e4m3)),
+    block_scaled(hidden=np.zeros((1, 2, 512), jnp.float8_e4m3)),
     stage=1,
 )
 _row(
@@ -163,7 +165,7 @@ _row(
     "chip_decode",
     "the chip takes MX on its decode path only (B * S <= 96, no force_cte_mode)",
     lambda c: c.is_mx and c.prefill is not False,
-    block_scaled(hidden=jnp.zeros((1, 97, 512))),
+    block_scaled(hidden=np.zeros((1, 97, 512), np.float32)),
     tag="hw",
     stage=3,
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 
 from neuronjax.kernels.quantization.fp8 import E4M3
@@ -50,7 +51,7 @@ def quantized(
 
 
 def _codes(*shape: int) -> Any:
-    return jnp.zeros(shape, E4M3)
+    return np.zeros(shape, E4M3)
 
 
 _row(
@@ -72,7 +73,7 @@ _row(
     "{quantization.name} takes weights of float8_e4m3 or float8_e4m3fn and "
     "{arg.hidden} of a float dtype or float8_e4m3, got {narrow}",
     lambda c: c.scaled and c.narrow,
-    quantized(up_w=jnp.zeros((8, 6), jnp.int8)),
+    quantized(up_w=np.zeros((8, 6), jnp.int8)),
 )
 _row(
     "scales",

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives.contracts import Contract, Size, add
 from neuronjax.primitives.output_projection.mx_facts import BLOCK
@@ -24,10 +25,10 @@ def _blocks(heads: int = 2, head_dim: int = 64, **changes: Any):
     def build(function: str) -> dict[str, Any]:
         rows = heads * head_dim
         given: dict[str, Any] = dict(
-            attention=jnp.zeros((1, heads, head_dim, 3)),
-            weight=jnp.zeros((rows // 4, 6), jnp.uint16),
+            attention=np.zeros((1, heads, head_dim, 3), np.float32),
+            weight=np.zeros((rows // 4, 6), jnp.uint16),
             quantization_type="MX",
-            weight_scale=jnp.zeros((rows // BLOCK, 6), jnp.uint8),
+            weight_scale=np.zeros((rows // BLOCK, 6), jnp.uint8),
         )
         names = dict(zip(SCALES[EMITTER], SCALES[function], strict=True))
         return {names.get(key, key): x for key, x in (given | changes).items()}
@@ -39,7 +40,7 @@ _row(
     "shapes",
     "MX packs four rows to a container and scales 32: {mx_unlike}",
     lambda c: c.mx_unlike,
-    _blocks(weight_scale=jnp.zeros((4, 6))),
+    _blocks(weight_scale=np.zeros((4, 6), np.float32)),
 )
 _row(
     "blocks",

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3FN, is_fp8
 from neuronjax.primitives import contracts
@@ -68,11 +69,11 @@ def _quantized(kind: str, **changes: Any):
     def build(function: str) -> dict[str, Any]:
         given: dict[str, Any] = dict(
             quantization_type=kind,
-            weight=jnp.zeros((8, 6), E4M3FN),
-            weight_scale=jnp.ones((1, 6 if kind == "ROW" else 1)),
+            weight=np.zeros((8, 6), E4M3FN),
+            weight_scale=np.ones((1, 6 if kind == "ROW" else 1), np.float32),
         )
         if kind != "ROW":
-            given["input_scale"] = jnp.ones((1, 1))
+            given["input_scale"] = np.ones((1, 1), np.float32)
         given |= changes
         names: dict[str, str] = dict(
             zip(SCALES[EMITTER], SCALES[function], strict=True)
@@ -106,7 +107,7 @@ _row(
     ALL,
     "{scale_names[0]} and {scale_names[1]} must be float32, got {scale_kinds}",
     _other_dtypes,
-    example=_quantized("ROW", weight_scale=jnp.ones((1, 6), jnp.bfloat16)),
+    example=_quantized("ROW", weight_scale=np.ones((1, 6), jnp.bfloat16)),
     stage=1,
 )
 _row(
@@ -124,7 +125,7 @@ _row(
     "{scale_names[0]} must have shape (1, 1) or (128, 1), for ROW (1, H) or (128, H), "
     "H = {H}, and {scale_names[1]} (1, 1) or (128, 1)",
     _odd_shapes,
-    example=_quantized("ROW", weight_scale=jnp.ones((6,))),
+    example=_quantized("ROW", weight_scale=np.ones((6,), np.float32)),
 )
 _row(
     "mx_weight",
@@ -133,7 +134,7 @@ _row(
     lambda c: (
         _is(c, "STATIC_MX") and is_fp8(c.weight.dtype) and c.weight.dtype != E4M3FN
     ),
-    example=_quantized("STATIC_MX", weight=jnp.zeros((8, 6), jnp.float8_e4m3)),
+    example=_quantized("STATIC_MX", weight=np.zeros((8, 6), jnp.float8_e4m3)),
 )
 _row(
     "mx_rows",
@@ -141,7 +142,7 @@ _row(
     "STATIC_MX interleaves fours of rows: N*D must be a multiple of 4, got {N}*{D}",
     lambda c: _is(c, "STATIC_MX") and c.N * c.D % 4,
     example=_quantized(
-        "STATIC_MX", attention=(1, 2, 3, 3), weight=jnp.zeros((6, 6), E4M3FN)
+        "STATIC_MX", attention=(1, 2, 3, 3), weight=np.zeros((6, 6), E4M3FN)
     ),
 )
 _row(
@@ -157,7 +158,7 @@ _row(
     (PREFILL,),
     "the chip takes a float8_e4m3fn weight for STATIC_MX, got {weight.dtype}",
     lambda c: _is(c, "STATIC_MX") and not is_fp8(c.weight.dtype),
-    example=_quantized("STATIC_MX", weight=jnp.zeros((8, 6))),
+    example=_quantized("STATIC_MX", weight=np.zeros((8, 6), np.float32)),
     tag="hw",
 )
 _row(
@@ -166,7 +167,7 @@ _row(
     "the chip takes an even N or D for STATIC with an fp8 weight, got {N} and {D}",
     lambda c: _is(c, "STATIC") and is_fp8(c.weight.dtype) and c.N % 2 and c.D % 2,
     example=_quantized(
-        "STATIC", attention=(1, 1, 3, 3), weight=jnp.zeros((3, 6), E4M3FN)
+        "STATIC", attention=(1, 1, 3, 3), weight=np.zeros((3, 6), E4M3FN)
     ),
     tag="hw",
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.primitives.contracts import Contract, Size, add
 from neuronjax.primitives.mx.formats import weight_format
@@ -26,9 +27,9 @@ def _row(rule: str, message: str, violated, example, **more: Any) -> None:
 def _blocks(width: int = TILE, **changes: Any):
     """Arguments of a block-scaled call that keep the rules but for `changes`."""
     given: dict[str, Any] = dict(
-        x=jnp.zeros((1, 2, width)),
-        w=jnp.zeros((width // 4, 16), jnp.uint32),
-        w_scale=jnp.zeros((width // BLOCK, 16), jnp.uint8),
+        x=np.zeros((1, 2, width), np.float32),
+        w=np.zeros((width // 4, 16), jnp.uint32),
+        w_scale=np.zeros((width // BLOCK, 16), jnp.uint8),
         quantization_type="MX",
         weight_layout="MX_CONTIGUOUS",
     )
@@ -48,13 +49,13 @@ _row(
     "MX takes {arg.w} [H/4, I] in uint16 or uint32 and {arg.w_scale} [H/32, I] in "
     "uint8, H = {H}, got {shape.w} and {shape.w_scale}",
     _misfit,
-    _blocks(w_scale=jnp.zeros((16, 16))),
+    _blocks(w_scale=np.zeros((16, 16), np.float32)),
 )
 _row(
     "in_scale",
     "MX scales activations by their own blocks: {arg.in_scale} is for STATIC",
     lambda c: c.is_mx and c.in_scale is not None,
-    _blocks(in_scale=jnp.ones((1, 1))),
+    _blocks(in_scale=np.ones((1, 1), np.float32)),
 )
 _row(
     "weight_layout",

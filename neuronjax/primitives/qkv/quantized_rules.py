@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import is_fp8, largest
 from neuronjax.primitives import contracts
@@ -89,11 +90,13 @@ def _limits_are_wrong(c: SimpleNamespace) -> bool:
 
 def _quantized(kind: str, **changes: Any):
     """Arguments of a quantized call that keep the rules but for `changes`."""
-    scales: dict[str, Any] = dict(w_scale=jnp.ones((1, 16 if kind == "ROW" else 3)))
+    scales: dict[str, Any] = dict(
+        w_scale=np.ones((1, 16 if kind == "ROW" else 3), np.float32)
+    )
     if kind == "STATIC":
         counts = dict(d_head=4, num_q_heads=2, num_kv_heads=1)
-        scales |= dict(in_scale=jnp.ones((1, 1)), **counts)
-    weight = jnp.zeros((8, 16), jnp.float8_e4m3)
+        scales |= dict(in_scale=np.ones((1, 1), np.float32), **counts)
+    weight = np.zeros((8, 16), jnp.float8_e4m3)
     given: dict[str, Any] = dict(quantization_type=kind, w=weight, **scales) | changes
     return arguments(**given)
 
@@ -103,12 +106,12 @@ def _caching(blocks: bool = False, **changes: Any):
 
     def build(function: str) -> dict[str, Any]:
         public = function not in EMITTERS
-        cache = jnp.zeros((1, 4, 4), jnp.float8_e4m3)
-        scales = dict.fromkeys(("k_scale", "v_scale"), jnp.ones((1, 1)))
+        cache = np.zeros((1, 4, 4), jnp.float8_e4m3)
+        scales = dict.fromkeys(("k_scale", "v_scale"), np.ones((1, 1), np.float32))
         given: dict[str, Any] = dict(k_cache=cache, v_cache=cache, **scales)
         given |= dict(d_head=4, num_q_heads=2, num_kv_heads=1)
         if blocks:
-            given |= dict(slots=jnp.array([[0, 1]], jnp.int32))
+            given |= dict(slots=np.array([[0, 1]], jnp.int32))
             given |= dict(use_block_kv=True, block_size=4) if public else {}
         return arguments(**given | changes)(function)
 
@@ -136,7 +139,7 @@ _row(
     ALL,
     "scales must be float32, got {scale_dtypes}",
     lambda c: c.scale_dtypes,
-    example=_quantized("ROW", w_scale=jnp.ones((1, 16), jnp.bfloat16)),
+    example=_quantized("ROW", w_scale=np.ones((1, 16), jnp.bfloat16)),
     stage=1,
 )
 _row(
@@ -158,7 +161,7 @@ _row(
     lambda c: (
         _is(c, "ROW") and c.w_scale is not None and not _repeats(c.shape.w_scale, c.I)
     ),
-    example=_quantized("ROW", w_scale=jnp.ones((16,))),
+    example=_quantized("ROW", w_scale=np.ones((16,), np.float32)),
 )
 _row(
     "static_scale",
@@ -171,7 +174,7 @@ _row(
         and all(_given(c, "w_scale", "in_scale"))
         and not (_repeats(c.shape.w_scale, 3) and _repeats(c.shape.in_scale, 1))
     ),
-    example=_quantized("STATIC", w_scale=jnp.ones((1, 16))),
+    example=_quantized("STATIC", w_scale=np.ones((1, 16), np.float32)),
 )
 _row(
     "static_heads",
@@ -188,7 +191,7 @@ _row(
     "dtype {x.dtype}",
     lambda c: _is(c, "STATIC") and is_fp8(c.x.dtype),
     example=lambda function: _quantized(
-        "STATIC", x=jnp.zeros((1, 2, 8), jnp.float8_e4m3)
+        "STATIC", x=np.zeros((1, 2, 8), jnp.float8_e4m3)
     )(function),
 )
 _row(
@@ -196,7 +199,7 @@ _row(
     ("qkv", "qkv_cte"),
     "the chip's prefill path takes fp8 weights for STATIC, got {w.dtype}",
     lambda c: c.prefill and _is(c, "STATIC") and not is_fp8(c.w.dtype),
-    example=_quantized("STATIC", x=(1, 200, 8), w=jnp.zeros((8, 16))),
+    example=_quantized("STATIC", x=(1, 200, 8), w=np.zeros((8, 16), np.float32)),
     tag="hw",
     stage=3,
 )
@@ -235,7 +238,7 @@ _row(
     "{B}, S = {S}, or in blocks (num_blocks, block_size, num_kv_heads*d_head), got "
     "{shape.k_cache} and {shape.v_cache}",
     _cache_shape_is_wrong,
-    example=_caching(k_cache=jnp.zeros((1, 1, 4), jnp.float8_e4m3)),
+    example=_caching(k_cache=np.zeros((1, 1, 4), jnp.float8_e4m3)),
 )
 _row(
     "cache_dtype",
@@ -262,7 +265,7 @@ _row(
         shape is not None and not _repeats(shape, 1)
         for shape in (c.shape.k_scale, c.shape.v_scale)
     ),
-    example=_caching(k_scale=jnp.ones((4,))),
+    example=_caching(k_scale=np.ones((4,), np.float32)),
 )
 _row(
     "slots",
@@ -275,7 +278,7 @@ _row(
             or not jnp.issubdtype(c.slots.dtype, jnp.integer)
         )
     ),
-    example=_caching(blocks=True, slots=jnp.zeros((2,), jnp.int32)),
+    example=_caching(blocks=True, slots=np.zeros((2,), jnp.int32)),
 )
 _row(
     "cache_tiles",
