@@ -1,5 +1,6 @@
 """The MX equations in float64 NumPy, written from the specification alone."""
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -112,3 +113,13 @@ def packed_weight(w, order, name):
     container = np.uint16 if BITS[name] == 4 else np.uint32
     packed = packed.reshape(-1, index.shape[1], columns).astype(container)
     return packed, np.moveaxis(scale[..., 0], 0, -1).astype(np.uint8)
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def weight(k, n, order, name, seed=0):
+    packed, scale = packed_weight(normal(k, n, seed=seed), order, name)
+    dense = rounded_rows(normal(k, n, seed=seed).T, order, name).T
+    return jnp.asarray(packed), jnp.asarray(scale), dense

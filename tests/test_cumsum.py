@@ -99,3 +99,5 @@ def test_another_axis_is_refused():
         neuronjax.cumsum(normal((2, 3)), axis=0)
     with pytest.raises(ValueError, match="axis must be the last one"):
         neuronjax.cumsum(normal((2, 3)), axis=-2)
+    with pytest.raises(ValueError, match="axis must be the last one"):
+        neuronjax.cumsum(normal((2, 3)), axis=-1.0)

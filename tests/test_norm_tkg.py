@@ -131,3 +131,18 @@ def test_a_size_of_the_error_passes():
     report = neuronjax.can("rmsnorm_tkg", x[..., :200], gamma[:, :200])
     assert report.nearest == {"H": 256}
     assert neuronjax.can("rmsnorm_tkg", x, gamma).on_chip
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_tkg", "layernorm_tkg"])
+def test_a_refusal_names_the_function_that_was_called(name):
+    norm = getattr(neuronjax, name)
+    x, gamma, _ = operands(256)
+    for eps in (-1e-6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"{name}: eps must be finite"):
+            norm(x, gamma, eps=eps)
+    with pytest.raises(ValueError, match=f"{name}: eps must be a Python number"):
+        jax.jit(lambda e: norm(x, gamma, eps=e))(1e-6)
+    with pytest.raises(ValueError, match=f"{name}: .*gamma of dtype None"):
+        norm(x, None)
+    with pytest.raises(ValueError, match=f"{name}: input, gamma and beta must be"):
+        norm(neuronjax.MemrefTile.from_tensor(x, 2), gamma)

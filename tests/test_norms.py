@@ -205,3 +205,25 @@ def test_a_replicated_gain_and_sharded_rows():
         jax.grad(lambda s, f=f: f(x, s).sum())(s) for f in (split, neuronjax.rms_norm)
     )
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf"), -float("inf")])
+def test_an_eps_that_has_no_root_is_refused(eps):
+    x = jnp.ones((2, 8))
+    for norm in (neuronjax.rms_norm, neuronjax.layer_norm):
+        with pytest.raises(ValueError, match=f"{norm.__name__}: eps must be finite"):
+            norm(x, jnp.ones(8), eps=eps)
+
+
+def test_an_eps_of_none_is_refused():
+    with pytest.raises(ValueError, match="got eps of type NoneType"):
+        neuronjax.rms_norm(jnp.ones((2, 8)), None, eps=None)
+
+
+def test_rows_whose_squares_overflow_are_zeros_as_stated():
+    x = jnp.array([[1e18, -2e18], [1e30, -2e30]])
+    wanted = np.array([1, -2]) / np.sqrt(2.5)
+    got = neuronjax.rms_norm(x, None)
+    np.testing.assert_allclose(got, [wanted, [0, 0]], rtol=1e-6)
+    got = neuronjax.layer_norm(x, None, jnp.array([0.5, 2.0]))
+    np.testing.assert_allclose(got, [[1.5, 1.0], [0.5, 2.0]], rtol=1e-6)

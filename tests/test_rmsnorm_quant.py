@@ -1,5 +1,7 @@
 """RMSNorm with fp8 results: its equations in float64, every fp8 value, refusals."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -342,3 +344,39 @@ def test_symbolic_rows_export():
     np.testing.assert_array_equal(
         *(np.asarray(z).view("u1") for z in (got, run(x, gain)))
     )
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_float64_rows_beyond_a_float32_scale_saturate(plain):
+    largest = float(np.finfo(np.float32).max)
+    with jax.enable_x64(True):
+        x = jnp.array([[1e100, -1e100, 1e40], [-2.0, 1.0, 0.0]])
+        with neuronjax.plain() if plain else contextlib.nullcontext():
+            codes, scale = neuronjax.rmsnorm_quant(
+                x, None, settings(norm_type="NO_NORM"), packed=False
+            )
+        assert scale[0] == largest and scale.dtype == "float32"
+        wide = codes.astype(jnp.float64)
+        wanted = np.asarray(1e40 / largest, E4M3)
+        assert wide[0].tolist() == [240, -240, float(wanted)]
+        assert wide[1].tolist() == [-240, 120, 0]
+
+
+@pytest.mark.parametrize("kargs", [{}, None])
+def test_settings_of_another_type_are_refused(kargs):
+    x, gain = operands((2, 8))
+    with pytest.raises(ValueError, match="^rmsnorm_quant: kargs must be an Rms"):
+        neuronjax.rmsnorm_quant(x, gain, kargs)
+
+
+def test_tiles_are_refused_by_the_public_function():
+    x, gain = operands((2, 8))
+    with pytest.raises(ValueError, match="^rmsnorm_quant: its operands must be"):
+        neuronjax.rmsnorm_quant(MemrefTile.from_tensor(x, 1), gain)
+
+
+def test_rows_whose_squares_overflow_are_zeros_as_stated():
+    x = jnp.array([[1e30, -2e30], [1e18, -2e18]])
+    codes, scale = neuronjax.rmsnorm_quant(x, jnp.ones(2), settings(), packed=False)
+    assert codes.astype(jnp.float32).tolist() == [[0, 0], [120, -240]]
+    np.testing.assert_allclose(scale[:, 0], [1e-6, 2 / 2.5**0.5 / 240], rtol=1e-6)

@@ -74,3 +74,11 @@ def test_the_chip_s_limits_are_reported():
         assert bool(report) and report.on_chip
     wide = jax.ShapeDtypeStruct((1, 128 * 16384 + 1), "float32")
     assert not neuronjax.can("topk", wide, 8).on_chip
+
+
+def test_indices_that_their_dtype_cannot_hold_are_refused():
+    row = jnp.arange(300.0)[None]
+    with pytest.raises(ValueError, match="index_dtype must hold the largest index"):
+        neuronjax.topk(row, 3, index_dtype="int8")
+    _, places = neuronjax.topk(row[:, :128], 2, index_dtype="int8")
+    assert places.tolist() == [[127, 126]]

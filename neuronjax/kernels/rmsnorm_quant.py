@@ -78,6 +78,8 @@ def _row_scale(top: jax.Array, lower_bound: float, scale_dtype: str) -> jax.Arra
     if lower_bound > INACTIVE:
         top = jnp.minimum(top, jnp.asarray(lower_bound, top.dtype))
     scale = jnp.maximum(top / LIMIT, jnp.asarray(FLOOR, top.dtype))
+    if scale.dtype == jnp.float64:
+        scale = jnp.minimum(scale, float(jnp.finfo(scale_dtype).max))
     if scale_dtype == "bfloat16":
         scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
     return scale.astype(jnp.float32).astype(top.dtype)
@@ -174,6 +176,9 @@ def rmsnorm_quant_plain(
 
 def _plain_rows(n, lower_bound, scale_dtype):
     bound = lower_bound if lower_bound > INACTIVE else 0.0
+    if n.dtype == jnp.float64:  # what lies beyond a float32 scale saturates
+        edge = LIMIT * float(jnp.finfo(scale_dtype).max)
+        n = jnp.where(jnp.isfinite(n), jnp.clip(n, -edge, edge), n)
     codes, scale = quantize_rows(n, bound=bound)
     if scale_dtype == "bfloat16":
         if bound:

@@ -43,7 +43,7 @@ def cumsum(x: Float[Array, "*batch n"], axis: int = -1) -> Float[Array, "*batch 
 
     Args:
         x: `[*batch, n]`, at least one axis, any floating dtype of 16 bits or more.
-        axis: the last one, as -1 or as `rank - 1`.
+        axis: the last one, as the integer -1 or `rank - 1`.
 
     Returns:
         An array of the shape and dtype of `x`. The sums are float32, or float64 for
@@ -144,8 +144,10 @@ contracts.add(
     Contract(
         "cumsum.axis",
         ("cumsum",),
-        "{function}: axis must be the last one, -1 or {rank} - 1, got {axis}",
-        lambda c: c.axis not in (-1, c.rank - 1),
+        "{function}: axis must be the last one, -1 or {rank} - 1, got {axis!r}",
+        lambda c: (
+            not isinstance(c.axis, int | np.integer) or c.axis not in (-1, c.rank - 1)
+        ),
         example=_arguments(axis=0),
         stage=2,
     ),

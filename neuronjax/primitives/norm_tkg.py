@@ -10,7 +10,12 @@ from jaxtyping import Array, Float
 from neuronjax.kernels.hidden_layout import PARTITIONS, from_partitions, to_partitions
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
-from neuronjax.primitives.reduce import neuron_reduce_macro_kernel
+from neuronjax.primitives.reduce import (
+    is_radicand,
+    neuron_reduce_macro_kernel,
+    traced,
+)
+from neuronjax.primitives.tile import MemrefTile
 
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 _NAMES = ("rmsnorm_tkg", "layernorm_tkg")
@@ -20,8 +25,8 @@ def _facts(call: SimpleNamespace) -> dict[str, Any]:
     shape = tuple(getattr(call.input, "shape", ()))
     on_chip = call.input_in_sbuf
     width = shape[-1] * (PARTITIONS if on_chip else 1) if len(shape) == 3 else 0
-    vectors = dict(gamma=call.gamma, beta=getattr(call, "beta", None))
-    given = {key: x for key, x in vectors.items() if x is not None}
+    beta = getattr(call, "beta", None)
+    given = dict(gamma=call.gamma) | ({} if beta is None else dict(beta=beta))
     unlike = [
         f"{key} must have shape (1, H) = (1, {width}), got {np.shape(x)}"
         for key, x in given.items()
@@ -31,12 +36,14 @@ def _facts(call: SimpleNamespace) -> dict[str, Any]:
     misfit = [
         f"{key} of dtype {getattr(x, 'dtype', None)}"
         for key, x in operands.items()
-        if getattr(x, "dtype", None) not in _DTYPES
+        if not hasattr(x, "dtype") or x.dtype not in _DTYPES
     ]
     return dict(
         shape=shape,
         layout=_layout(call),
         H=width,
+        traced=traced(dict(eps=call.eps)),
+        tile=any(isinstance(x, MemrefTile) for x in operands.values()),
         unlike="; ".join(unlike),
         misfit=", ".join(misfit),
         ranked=len(shape) == 3 and (not on_chip or shape[0] == PARTITIONS),
@@ -90,7 +97,8 @@ def rmsnorm_tkg(
         input: `[B, S, H]`, any floating dtype of 16 bits or more; or, with
             `input_in_sbuf`, `[128, T, H/128]` in the layout of the result.
         gamma: the gain, `[1, H]`.
-        eps: added to the mean square; in the units of `input**2`.
+        eps: added to the mean square, finite and not negative; in the units of
+            `input**2`.
         hidden_actual: `H_n`, the columns that count in the mean where the rest is zero
             padding; `H` unless named.
         hidden_dim_tp: the strided layout, whatever `lnc` is.
@@ -102,7 +110,8 @@ def rmsnorm_tkg(
 
     Returns:
         `[128, T, H/128]` in the dtype of `input`. Statistics are float32, or float64
-        for float64. It emits `NeuronReduceMacro`: checkpoint names `reduce_out`,
+        for float64; a token whose squares exceed their range becomes zeros, as in
+        `rms_norm`. It emits `NeuronReduceMacro`: checkpoint names `reduce_out`,
         `reduce_rstd`.
 
     Raises:
@@ -143,13 +152,15 @@ def layernorm_tkg(
         input: `[B, S, H]`, or with `input_in_sbuf` `[128, T, H/128]`.
         gamma: the gain, `[1, H]`.
         beta: the offset, `[1, H]`.
-        eps: added to the variance; in the units of `input**2`.
+        eps: added to the variance, finite and not negative; in the units of
+            `input**2`.
         shard_on_h: as in `rmsnorm_tkg`.
         lnc: as in `rmsnorm_tkg`.
         input_in_sbuf: as in `rmsnorm_tkg`.
 
     Returns:
-        `[128, T, H/128]` in the dtype of `input`. It emits `NeuronReduceMacro`:
+        `[128, T, H/128]` in the dtype of `input`; the range is that of `layer_norm`.
+        It emits `NeuronReduceMacro`:
         checkpoint names `reduce_out`, `reduce_mean`, `reduce_rstd`.
 
     Raises:
@@ -177,6 +188,30 @@ def _of_width(width: int, **changes: Any):
 
 
 contracts.add(
+    Contract(
+        "norm_tkg.tensors",
+        _NAMES,
+        "{function}: input, gamma and beta must be tensors: it takes no tiles",
+        lambda c: c.tile,
+        example=lambda function: _arguments(
+            input=MemrefTile.from_tensor(jnp.zeros((1, 2, 256)), 2)
+        )(function),
+    ),
+    Contract(
+        "norm_tkg.static",
+        _NAMES,
+        "{function}: eps must be a Python number, known while tracing, got {traced}",
+        lambda c: c.traced,
+        example=_arguments(eps=np.zeros(2, np.float32)),
+    ),
+    Contract(
+        "norm_tkg.eps",
+        _NAMES,
+        "{function}: eps must be finite and not negative, got {eps}",
+        lambda c: not is_radicand(c.eps),
+        example=_arguments(eps=float("nan")),
+        stage=2,
+    ),
     Contract(
         "norm_tkg.rank",
         _NAMES,

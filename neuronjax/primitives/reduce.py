@@ -4,6 +4,7 @@ Outputs carry the checkpoint names `reduce_out`, `reduce_mean` (LayerNorm) and
 `reduce_rstd`: the statistics that `NeuronReduceMacroBwd` reads.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,36 +26,45 @@ _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 
 
 def _facts(call: SimpleNamespace) -> dict[str, Any]:
-    given = {key: getattr(call, key, None) for key in OPERANDS}
+    given: dict[str, Any] = {key: getattr(call, key, None) for key in OPERANDS}
     shape = getattr(call.x, "shape", ())
     width = shape[-1] if shape else 0
     misfit = [
         f"{key} of dtype {getattr(x, 'dtype', None)}"
         for key, x in given.items()
-        if x is not None and getattr(x, "dtype", None) not in _DTYPES
+        if x is not None and not (hasattr(x, "dtype") and x.dtype in _DTYPES)
     ]
     unlike = [
-        f"{key} must have shape [d_model] = ({width},), got {given[key].shape}"
+        f"{key} must have shape [d_model] = ({width},), got {np.shape(given[key])}"
         for key in ("scale", "bias")
-        if given[key] is not None and given[key].shape != (width,)
+        if given[key] is not None and np.shape(given[key]) != (width,)
     ]
-    settings = dict.fromkeys(("eps", "offset", "hidden_actual"))
+    settings = {
+        key: getattr(call, key)
+        for key in ("eps", "offset", "hidden_actual")
+        if hasattr(call, key)
+    }
     return given | dict(
         d_model=width,
         misfit=", ".join(misfit),
         unlike="; ".join(unlike),
-        traced=_traced({key: getattr(call, key, None) for key in settings}),
+        traced=traced(settings),
         shape=shape,
         tile=any(isinstance(x, MemrefTile) for x in given.values()),
         actual=getattr(call, "hidden_actual", None),
     )
 
 
-def _traced(settings: dict[str, Any]) -> str:
+def is_radicand(eps: float) -> bool:
+    """Whether `eps` may be added under a root: finite and not negative."""
+    return 0 <= float(eps) < math.inf
+
+
+def traced(settings: dict[str, Any]) -> str:
     """The first setting that is no Python number, described; empty if none is."""
     for key, value in settings.items():
         try:
-            float(0 if value is None else value)
+            float(0 if key == "hidden_actual" and value is None else value)
         except (TypeError, ValueError):
             return f"{key} of type {type(value).__name__}"
     return ""
@@ -75,10 +85,13 @@ def rms_norm(
     $$y = \frac{x}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \cdot
       (\mathrm{scale} + \mathrm{offset})$$
 
+    Where the sum of a row's squares exceeds the largest float32 (3.4e38, so from
+    elements of about 1.8e19 on), the root is infinite and the row becomes zeros.
+
     Args:
         x: activations, `[*batch, d_model]`, any floating dtype.
         scale: learned gain, `[d_model]`, dimensionless; None for a gain of one.
-        eps: added to the mean square; in the units of `x**2`.
+        eps: added to the mean square, finite and not negative; in the units of `x**2`.
         offset: added to `scale`. Gemma stores `scale - 1`: there it is 1.
         cast_before_scale: round the normalised values to the dtype of `x` before the
             gain, as Hugging Face's Llama does; by default the result is rounded once.
@@ -123,11 +136,15 @@ def layer_norm(
     $$y = \frac{x - \operatorname{mean}(x)}
       {\sqrt{\operatorname{var}(x) + \epsilon}} \cdot \mathrm{scale} + \mathrm{bias}$$
 
+    As in `rms_norm`, a row whose squares exceed the range of float32 loses its values:
+    the bias is left.
+
     Args:
         x: activations, `[*batch, d_model]`, any floating dtype.
         scale: learned gain, `[d_model]`, dimensionless; None for a gain of one.
         bias: learned offset, `[d_model]`, in the units of the result.
-        eps: added to the (population) variance; in the units of `x**2`.
+        eps: added to the (population) variance, finite and not negative; in the units
+            of `x**2`.
 
     Returns:
         An array of the shape and dtype of `x`; the statistics are float32, or float64
@@ -304,6 +321,14 @@ contracts.add(
         "tracing, got {traced}",
         lambda c: c.traced,
         example=_arguments(eps=np.zeros(2, np.float32)),
+    ),
+    Contract(
+        "reduce.eps",
+        _ALL,
+        "{function}: eps must be finite and not negative, got {eps}",
+        lambda c: not is_radicand(c.eps),
+        example=_arguments(eps=-1e-6),
+        stage=2,
     ),
     Contract(
         "reduce.vectors",

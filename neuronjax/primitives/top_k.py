@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from neuronjax.kernels.top_k import top_k_indices
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.tile import MemrefTile
 
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 _STAGE, _STAGES = 16384, 128
@@ -30,7 +31,9 @@ def _facts(call: SimpleNamespace) -> dict[str, Any]:
         shape=shape,
         vocab=vocab,
         dtype=getattr(call.inp, "dtype", None),
+        tile=isinstance(call.inp, MemrefTile),
         index=_integer(call.index_dtype),
+        narrow=_is_narrow(call.index_dtype, vocab),
         stages=stages,
         kept=stages * kept,
         width=width,
@@ -46,6 +49,11 @@ def _integer(dtype: Any) -> bool:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.integer)
     except TypeError:
         return False
+
+
+def _is_narrow(dtype: Any, vocab: int) -> bool:
+    known = _integer(dtype) and isinstance(vocab, int)
+    return known and vocab - 1 > int(jnp.iinfo(jnp.dtype(dtype)).max)
 
 
 @contracts.contracted(_facts)
@@ -68,7 +76,8 @@ def topk(
         sorted: True for descending values. False allows any order: the result is the
             same descending one, for `k == V` too, where the chip returns the row as it
             is.
-        index_dtype: of the indices; the chip's are uint32.
+        index_dtype: of the indices, an integer that holds `V - 1`; the chip's are
+            uint32.
 
     Returns:
         Values `[*rows, k]` in the dtype of `inp`, and indices with
@@ -99,6 +108,15 @@ def _arguments(shape=(2, 5), dtype="float32", k=2, **changes: Any):
 
 contracts.add(
     Contract(
+        "topk.tensor",
+        ("topk",),
+        "{function}: top-k has no tiled form: inp must be a tensor",
+        lambda c: c.tile,
+        example=lambda function: dict(
+            inp=MemrefTile.from_tensor(jnp.zeros((2, 8)), 1), k=2
+        ),
+    ),
+    Contract(
         "topk.rank",
         ("topk",),
         "{function}: inp must have shape [*rows, V], at least two axes, got {shape}",
@@ -118,6 +136,15 @@ contracts.add(
         "{function}: index_dtype must be an integer dtype, got {index_dtype}",
         lambda c: not c.index,
         example=_arguments(index_dtype="float32"),
+    ),
+    Contract(
+        "topk.index_width",
+        ("topk",),
+        "{function}: index_dtype must hold the largest index, V - 1 of V = {vocab}, "
+        "got {index_dtype}",
+        lambda c: c.narrow,
+        example=_arguments(shape=(1, 129), index_dtype="int8"),
+        stage=2,
     ),
     Contract(
         "topk.k",

@@ -31,6 +31,10 @@ def _shape(x: Any) -> tuple[int, ...]:
     return tuple(getattr(x, "shape", ()))
 
 
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", type(x).__name__)
+
+
 def facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rules read."""
     packed = PACKED[call.function]
@@ -46,7 +50,14 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         unsized=call.function != MATMUL and len(sizes) < 3,
     )
     wanted = {} if found["unsized"] else _wanted(call, sizes)
-    return found | dict(unlike=_unlike(call, wanted), rows=_rows(call))
+    return (
+        found
+        | dict(unlike=_unlike(call, wanted), rows=_rows(call))
+        | dict(
+            p_shape=_shape(getattr(call, "stationary", None)),
+            uncovered="; ".join(_uncovered(call)),
+        )
+    )
 
 
 def _misfits(call: SimpleNamespace, packed):
@@ -54,10 +65,10 @@ def _misfits(call: SimpleNamespace, packed):
     for codes, scale, name in packed:
         kind, x = format_of(getattr(call, name)), getattr(call, codes)
         assert kind is not None
-        if getattr(x, "dtype", None) != kind.container:
-            yield f"{codes} must be {kind.container} for {kind.name}, got {x.dtype}"
-        if getattr(call, scale).dtype != np.uint8:
-            yield f"{scale} must be uint8, got {getattr(call, scale).dtype}"
+        if _dtype(x) != kind.container:
+            yield f"{codes} must be {kind.container} for {kind.name}, got {_dtype(x)}"
+        if _dtype(getattr(call, scale)) != np.uint8:
+            yield f"{scale} must be uint8, got {_dtype(getattr(call, scale))}"
 
 
 def _wanted(call: SimpleNamespace, sizes: dict[str, int]) -> dict[str, tuple]:
@@ -96,10 +107,21 @@ def _unlike(call: SimpleNamespace, wanted: dict[str, tuple]) -> str:
         fits = len(_shape(x)) == len(shape) and all(
             b is None or a == b for a, b in zip(_shape(x), shape, strict=True)
         )
-        if x is not None and not fits:
+        if not fits and not (name == "bias" and x is None):
             axes = ", ".join("any" if s is None else str(s) for s in shape)
             found.append(f"{name} must have shape ({axes}), got {_shape(x)}")
     return "; ".join(found)
+
+
+def _uncovered(call: SimpleNamespace):
+    """For each operand of a matrix product, whether it has more columns than scales."""
+    for codes, scale, _ in PACKED[MATMUL] if call.function == MATMUL else ():
+        shapes = _shape(getattr(call, codes)), _shape(getattr(call, scale))
+        if len(shapes[0]) == len(shapes[1]) == 2 and shapes[1][1] < shapes[0][1]:
+            yield (
+                f"{scale} must have a column for each of {codes}, {shapes[0][1]}, got "
+                f"{shapes[1][1]}"
+            )
 
 
 def _rows(call: SimpleNamespace) -> int:
@@ -185,10 +207,16 @@ _row(
     example=_misshapen,
 )
 _row(
+    "scale_columns",
+    (MATMUL,),
+    "{uncovered}",
+    lambda c: c.uncovered,
+    example=arguments(stationary_scale=(1, 2)),
+)
+_row(
     "product_rows",
     (MATMUL,),
-    "P of stationary must be a multiple of 8, the rows of a block, got "
-    "{stationary.shape}",
+    "P of stationary must be a multiple of 8, the rows of a block, got {p_shape}",
     size=Size("P", lambda c: c.rows, multiple=8),
     example=arguments(
         stationary=(12, 3),

@@ -23,7 +23,8 @@ class RmsNormQuantKernelArgs:
             values are clipped to it where it is above 1e-6; for `ROW` only.
         norm_type: `RMS_NORM`, or `NO_NORM` to quantize only.
         quantization_type: `ROW`, a scale for each row, or `STATIC`, one that is given.
-        eps: added to the mean square, inside the root; in the units of `hidden**2`.
+        eps: added to the mean square, inside the root, finite and not negative; in the
+            units of `hidden**2`.
     """
 
     lower_bound: float = 0.0
@@ -48,7 +49,10 @@ def rmsnorm_quant(
 
     so that `n ~ q * s`. Values saturate at +-240 and round to nearest, ties to even; a
     NaN stays NaN and, like an infinity, does not enter the scale of its row. A row of
-    zeros has codes 0 and scale 1e-6.
+    zeros has codes 0 and scale 1e-6. The scale is float32: a float64 row beyond its
+    range has the largest finite scale, and saturates. Where the sum of a row's squares
+    exceeds the range of its statistics (3.4e38 in float32, so from elements of about
+    1.8e19 on), the row normalises to zeros.
 
     Args:
         hidden: `[..., H]`, at least two axes, any floating dtype of 16 bits or more.

@@ -167,6 +167,22 @@ contracts.add(
     )
 )
 _row(
+    "kargs",
+    (PUBLIC,),
+    "kargs must be an RmsNormQuantKernelArgs, got {kargs!r}",
+    lambda c: not all(hasattr(c.kargs, key) for key in vars(_settings())),
+    example=lambda function: _arguments()(function) | dict(kargs=None),
+    stage=0,
+)
+_row(
+    "tensors",
+    (PUBLIC,),
+    "its operands must be tensors; emit.rmsnorm_quant_kernel takes tiles",
+    lambda c: any(isinstance(x, MemrefTile) for x in vars(c.given).values()),
+    example=_arguments(tiles=True),
+    stage=1,
+)
+_row(
     "eps_type",
     (EMITTER,),
     EPS_TYPE,
@@ -252,8 +268,8 @@ _row(
 _row(
     "eps",
     ALL,
-    "eps must not be negative, got {eps_value}",
-    lambda c: not c.eps_value >= 0,
+    "eps must be finite and not negative, got {eps_value}",
+    lambda c: not 0 <= c.eps_value < np.inf,
     example=_arguments(eps=-1e-6),
 )
 _row(

@@ -80,8 +80,8 @@ def router_topk(
             it gets no gradient.
         token_mask: `[T]`, True = keep. A padding token has logits and affinities 0,
             expert index `E` (no expert; JAX drops scatters there) and no gradient.
-        logits_dtype: of `router_logits`; float32 unless named.
-        affinities_dtype: of `expert_affinities`; float32 unless named.
+        logits_dtype: of `router_logits`; unless named float32, or float64 for float64.
+        affinities_dtype: of `expert_affinities`; unless named the same.
 
     Returns:
         `(router_logits [T, E], expert_index [T, k], expert_affinities [T, E])`, and
