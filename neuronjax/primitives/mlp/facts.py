@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3
 from neuronjax.primitives.mlp.mx_facts import logical_operands, mx_facts
@@ -235,13 +236,14 @@ def arguments(tiles: bool = False, **changes: Any) -> Callable[[str], dict[str, 
             arrays |= {
                 key: arrays[key].astype(E4M3)
                 for key in ("gate_w", "up_w", "down_w")
-                if isinstance(arrays[key], jax.Array) and arrays[key].dtype == "float32"
+                if isinstance(arrays[key], jax.Array | np.ndarray)
+                and arrays[key].dtype == "float32"
             }
         if tiles:
             arrays |= {
                 key: MemrefTile.from_tensor(x, TILE_AXES[key])
                 for key, x in arrays.items()
-                if isinstance(x, jax.Array)
+                if isinstance(x, jax.Array | np.ndarray)
             }
         return {names.get(key, key): x for key, x in arrays.items()}
 

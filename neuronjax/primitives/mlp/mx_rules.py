@@ -147,7 +147,7 @@ _row(
     lambda c: c.is_mx and c.tiled,
     lambda function: {
         key: MemrefTile.from_tensor(x, 0 if key.endswith(_WEIGHTS) else x.ndim - 1)
-        if isinstance(x, jax.Array)
+        if isinstance(x, jax.Array | np.ndarray)
         else x
         for key, x in block_scaled()(function).items()
     },

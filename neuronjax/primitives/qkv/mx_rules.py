@@ -80,7 +80,7 @@ _row(
     lambda c: c.is_mx and c.tiled,
     lambda function: {
         name: MemrefTile.from_tensor(x, x.ndim - 1 if x.ndim == 3 else 0)
-        if isinstance(x, jax.Array)
+        if isinstance(x, jax.Array | np.ndarray)
         else x
         for name, x in _blocks()(function).items()
     },

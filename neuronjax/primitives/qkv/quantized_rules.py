@@ -287,7 +287,7 @@ _row(
     lambda c: c.tiled and c.k_cache is not None,
     example=lambda function: {
         name: MemrefTile.from_tensor(x, 2 if name == "hidden" else 0)
-        if isinstance(x, jax.Array)
+        if isinstance(x, jax.Array | np.ndarray)
         else x
         for name, x in _caching()(function).items()
     },
