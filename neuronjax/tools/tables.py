@@ -2,10 +2,15 @@
 
 import pathlib
 import string
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 
 import neuronjax.emit  # noqa: F401  registers every family
 from neuronjax.primitives import registry
 from neuronjax.primitives.contracts import CONTRACTS, FOREIGN_NAME
+from neuronjax.primitives.macro import MacroFamily
 
 TRANSFORMATIONS = (
     "jit",
@@ -65,10 +70,21 @@ def transformations_page() -> str:
     lines += ["", *(f"{i + 1}. {reason}" for i, reason in enumerate(reasons))]
     lines += ["", "## Checkpoint names", "", "| macro | names |", "|---|---|"]
     for name in names:
-        config = families[name].example(name, "float32", 2).config
+        config = _config(families[name], name)
         outputs = families[name].output_names(config)
         lines.append(f"| `{name}` | {', '.join(f'`{o}`' for o in outputs)} |")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _config(family: MacroFamily, name: str) -> Mapping[str, Any]:
+    """The config of an example, whose operands are not computed."""
+    found = []
+
+    def trace() -> None:
+        found.append(family.example(name, "float32", 2).config)
+
+    jax.eval_shape(trace)
+    return found[0]
 
 
 def contracts_page() -> str:
