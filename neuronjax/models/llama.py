@@ -12,10 +12,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from neuronjax.kernels.linear import linear_fwd
 from neuronjax.models.cache import Cache
 from neuronjax.models.config import LlamaConfig
 from neuronjax.models.generation import generate
-from neuronjax.models.stacking import stack_layers, unstack_layers
+from neuronjax.models.stacking import layer_at, stack_layers, unstack_layers
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.norm import RMSNorm
 from neuronjax.nn.parameter import at_dtype, parameter
@@ -179,7 +180,9 @@ class Llama(nnx.Module):
         cos, sin = rotary_tables(
             positions, self.config.head_dim, theta=self.config.rope_theta
         )
-        return at_dtype(self.embedding, self.dtype)[tokens], cos, sin
+        # Without the barrier XLA on a CPU widens a narrow table for both of its uses.
+        table = lax.optimization_barrier(at_dtype(self.embedding, self.dtype))
+        return table[tokens], cos, sin
 
     def _each(self, step, x, caches):
         """`step(layer, x, cache) -> (x, cache)` through all layers."""
@@ -187,9 +190,11 @@ class Llama(nnx.Module):
             graph, state = nnx.split(self.layers)
 
             def body(x, args):
-                return step(nnx.merge(graph, args[0]), x, args[1])
+                layer = nnx.merge(graph, layer_at(state, args[0]))
+                return step(layer, x, args[1])
 
-            return lax.scan(body, x, (state, caches))
+            rows = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+            return lax.scan(body, x, (rows, caches))
         out = []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = step(layer, x, cache)
@@ -199,7 +204,7 @@ class Llama(nnx.Module):
     def _logits(self, x):
         table = at_dtype(self.embedding if self.head is None else self.head, self.dtype)
         x = self.norm(x).astype(table.dtype)
-        return jnp.einsum("bsh,vh->bsv", x, table, preferred_element_type=jnp.float32)
+        return linear_fwd(x, table.T, dtype=table.dtype)
 
 
 def _layers(config, scan_layers, rngs, types):

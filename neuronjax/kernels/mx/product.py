@@ -50,6 +50,8 @@ def _columns(x, packed, scale, kind: Format, dtype: DTypeLike):
 
 
 def _by_columns(x, packed, scale, kind: Format, dtype: DTypeLike):
+    # Without the barriers XLA decodes the weights of all layers before it needs them.
+    x, packed, scale = lax.optimization_barrier((x, packed, scale))
     p, r, n = packed.shape
     width = max(DECODED // (p * r) // 128, 1) * 128
     count, rest = divmod(n, width)
@@ -57,10 +59,9 @@ def _by_columns(x, packed, scale, kind: Format, dtype: DTypeLike):
         return _columns(x, packed, scale, kind, dtype)
 
     def block(_, start):
-        cut = functools.partial(
-            lax.dynamic_slice_in_dim, start_index=start, slice_size=width, axis=2
-        )
-        return None, _columns(x, cut(packed), cut(scale), kind, dtype)
+        start, *whole = lax.optimization_barrier((start, packed, scale))
+        parts = (lax.dynamic_slice_in_dim(a, start, width, axis=2) for a in whole)
+        return None, _columns(x, *parts, kind, dtype)
 
     starts = jnp.arange(count, dtype=jnp.int32) * width
     _, blocks = lax.scan(block, None, starts)
