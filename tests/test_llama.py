@@ -1,5 +1,7 @@
 """Llama: caches, generation, sampling, refusals; on random weights."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,3 +156,42 @@ def test_untied_heads_are_used():
         )
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
     assert Llama(tied, rngs=nnx.Rngs(0)).head is None
+
+
+def _decode(model, state_of):
+    """The logits of one decode step as a function of the model's arrays."""
+    graph, state = nnx.split(model)
+    cache = Cache.zeros(
+        model.config, 1, 16, dtype=jnp.bfloat16, stacked=model.scan_layers
+    )
+    step = lambda state: nnx.merge(graph, state).decode(state_of, cache)[0]  # noqa: E731
+    return step, state
+
+
+def test_decoding_in_bfloat16_widens_no_stack_of_layers():
+    config = dataclasses.replace(CONFIG, num_layers=8, d_model=256, d_ff=512)
+    model = Llama(config, scan_layers=True, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    step, state = _decode(model, jnp.ones((1, 1), jnp.int32))
+    memory = jax.jit(step).lower(state).compile().memory_analysis()
+    values = sum(x.size for x in jax.tree.leaves(nnx.state(model.layers)))
+    # A float32 copy of the layers would take four bytes a value.
+    assert memory.temp_size_in_bytes < values
+
+
+def test_decoding_in_bfloat16_has_the_derivative_of_the_list_of_layers():
+    scanned = Llama(
+        CONFIG, scan_layers=True, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    found = []
+    for model in (scanned, scanned.unstacked()):
+        step, state = _decode(model, jnp.array([[3, 5]], jnp.int32))
+        logits, pull = jax.vjp(jax.jit(step), state)
+        (grads,) = pull(jnp.cos(logits))
+        layers = nnx.to_pure_dict(grads)["layers"]
+        if not model.scan_layers:
+            layers = jax.tree.map(lambda *rows: jnp.stack(rows), *layers.values())
+        found.append((logits, layers))
+    for got, wanted in zip(*map(jax.tree.leaves, found), strict=True):
+        got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
+        assert np.any(wanted)
+        np.testing.assert_allclose(got, wanted, atol=0.05 * np.abs(wanted).max())

@@ -50,15 +50,14 @@ def _columns(x, packed, scale, kind: Format, dtype: DTypeLike):
 
 
 def _by_columns(x, packed, scale, kind: Format, dtype: DTypeLike):
-    # Without the barriers XLA decodes the weights of all layers before it needs them.
-    x, packed, scale = lax.optimization_barrier((x, packed, scale))
     p, r, n = packed.shape
-    width = max(DECODED // (p * r) // 128, 1) * 128
+    width = _width(p * r, n)
     count, rest = divmod(n, width)
-    if count + (rest > 0) <= 1:
+    if count <= 1:
         return _columns(x, packed, scale, kind, dtype)
 
     def block(_, start):
+        # The barrier keeps XLA from decoding the whole weight before the loop.
         start, *whole = lax.optimization_barrier((start, packed, scale))
         parts = (lax.dynamic_slice_in_dim(a, start, width, axis=2) for a in whole)
         return None, _columns(x, *parts, kind, dtype)
@@ -72,6 +71,20 @@ def _by_columns(x, packed, scale, kind: Format, dtype: DTypeLike):
     cut = functools.partial(lax.slice_in_dim, start_index=count * width, limit_index=n)
     last = _columns(x, cut(packed, axis=2), cut(scale, axis=2), kind, dtype)
     return jnp.concatenate([y, last], axis=-1)
+
+
+def _width(rows: int, n: int) -> int:
+    """How many columns are decoded at once; all of them where the weight is small.
+
+    Two blocks at least, and none left over if that can be: outside of a loop XLA
+    decodes the weights of all layers before it needs them.
+    """
+    wanted = max(-(-rows * n // DECODED), 2)
+    if rows * n < DECODED // 8:
+        return n
+    even = (k for k in range(wanted, 4 * wanted) if n % k == 0)
+    count = next(even, None)
+    return n // count if count else max(DECODED // rows // 128, 1) * 128
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
