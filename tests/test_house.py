@@ -30,6 +30,7 @@ FORBIDDEN = [
     r"\b(TO" + "DO|FIX" + r"ME)\b",
     "xf" + "ail",
     "assert " + "True",
+    r"@[A-Z]+@",
     r"pytest\.sk" + r"ip\(\)",
 ]
 # What a folder or file may import stands at its own level or at a lower one.
