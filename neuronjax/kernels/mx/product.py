@@ -58,9 +58,10 @@ def _by_columns(x, packed, scale, kind: Format, dtype: DTypeLike):
 
     def block(_, start):
         # The barrier keeps XLA from decoding the whole weight before the loop.
-        start, *whole = lax.optimization_barrier((start, packed, scale))
-        parts = (lax.dynamic_slice_in_dim(a, start, width, axis=2) for a in whole)
-        return None, _columns(x, *parts, kind, dtype)
+        start, codes, powers = lax.optimization_barrier((start, packed, scale))
+        codes = lax.dynamic_slice_in_dim(codes, start, width, axis=2)
+        powers = lax.dynamic_slice_in_dim(powers, start, width, axis=2)
+        return None, _columns(x, codes, powers, kind, dtype)
 
     starts = jnp.arange(count, dtype=jnp.int32) * width
     _, blocks = lax.scan(block, None, starts)

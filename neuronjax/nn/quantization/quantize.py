@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from neuronjax.nn.quantization.calibrate import calibrate
 from neuronjax.nn.quantization.fp8 import ROW, STATIC
@@ -119,7 +120,7 @@ def _scheme(mode: str) -> Scheme:
 
 def _require_finite(layer: nnx.Module, path: tuple[Any, ...]) -> None:
     for weight in jax.tree.leaves(nnx.state(layer, nnx.Param)):
-        if not isinstance(weight, jax.core.Tracer) and not jnp.isfinite(weight).all():
+        if not isinstance(weight, Tracer) and not jnp.isfinite(weight).all():
             place = ".".join(map(str, path)) or "model"
             raise ValueError(
                 f"quantize: expected finite weights, got NaN or infinity in {place}"
