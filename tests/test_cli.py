@@ -202,6 +202,14 @@ def test_eval_refuses_an_unknown_form(folder):
     assert "expected names from float32, bfloat16, row-fp8" in result.stderr
 
 
+def test_eval_names_a_file_that_is_no_text(folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"\xff\xfe")
+    result = invoke("eval", folder, text)
+    assert result.exit_code == 2
+    assert "text.txt: expected UTF-8 text" in result.stderr.replace("\n", "")
+
+
 def test_help_names_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0

@@ -309,6 +309,7 @@ def static(model, calibration, **options):
             lambda m: neuronjax.quantize(m, "row-fp8", call=lambda m, x: m(x)),
             "call is for calibration, which mode row-fp8 lacks",
         ),
+        (lambda m: static(m, 5), "calibration must be an iterable of inputs, got 5"),
         (lambda m: static(m, []), "must run every layer, got nothing for layers.0"),
         (
             lambda m: static(m.layers[0].mlp, [jnp.full((1, 1, 32), jnp.inf)]),

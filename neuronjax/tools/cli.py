@@ -143,7 +143,7 @@ def evaluate(
         from neuronjax.tools.text import standard_library_text
 
         names = _forms(forms, evaluation.FORMS)
-        words = standard_library_text() if text is None else text.read_text("utf-8")
+        words = standard_library_text() if text is None else _read(text)
         with evaluation.progress(_stderr) as start:
             rows = evaluation.evaluate(
                 model, words, forms=names, window=window, limit=tokens, start=start
@@ -151,6 +151,13 @@ def evaluate(
         Console(width=None if Console().is_terminal else 100).print(
             evaluation.table(rows, window)
         )
+
+
+def _read(text: pathlib.Path) -> str:
+    try:
+        return text.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: expected UTF-8 text, got {error}") from None
 
 
 def _forms(given: str, known: Sequence[str]) -> list[str]:

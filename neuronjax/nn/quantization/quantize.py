@@ -79,6 +79,10 @@ def quantize(
         need = "needs" if scheme.calibrated else "takes no"
         given = "none" if calibration is None else "some"
         raise ValueError(f"quantize: mode {mode} {need} calibration, got {given}")
+    if calibration is not None and not isinstance(calibration, Iterable):
+        raise ValueError(
+            f"quantize: calibration must be an iterable of inputs, got {calibration!r}"
+        )
     found = 0
     seen = {}
     if calibration is not None:

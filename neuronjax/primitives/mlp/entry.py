@@ -184,17 +184,15 @@ def mlp(
     if use_tkg_down_proj_optimized_layout:
         down_proj_weights_tensor = _logical(down_proj_weights_tensor, int(lnc))
     kind = member(QuantizationType, quantization_type)
-    emit, quantized = mlp_kernel, {}
     weights = gate_proj_weights_tensor, up_proj_weights_tensor, down_proj_weights_tensor
-    if kind is not QuantizationType.NONE:
-        scales = gate_w_scale, up_w_scale, down_w_scale, gate_up_in_scale, down_in_scale
-        operands = _block_scales if kind is QuantizationType.MX else _scale_operands
-        emit, quantized = quant_mlp_kernel, operands(scales, skip_gate_proj)
-        quantized |= dict(quant_type=kind, quant_clipping_bound=quant_clipping_bound)
-        quantized["weight_dtype"] = weight_dtype
+    scales = gate_w_scale, up_w_scale, down_w_scale, gate_up_in_scale, down_in_scale
     if kind is QuantizationType.STATIC_MX:
-        weights = _from_mx_order(*weights)
-        quantized["quant_type"] = QuantizationType.STATIC
+        weights, kind = _from_mx_order(*weights), QuantizationType.STATIC
+    emit, quantized = mlp_kernel, {}
+    if kind is not QuantizationType.NONE:
+        emit, quantized = quant_mlp_kernel, _quantized(kind, scales, skip_gate_proj)
+        quantized["quant_clipping_bound"] = quant_clipping_bound
+        quantized["weight_dtype"] = weight_dtype
     outs = emit(
         hidden_tensor,
         *weights,
@@ -227,6 +225,14 @@ def _logical(stored: Any, lnc: int) -> jax.Array:
     rows, width = stored.shape
     lanes = stored.reshape(rows, lnc, width // PARTITIONS // lnc, PARTITIONS)
     return jnp.swapaxes(lanes, 2, 3).reshape(rows, width)
+
+
+def _quantized(
+    kind: QuantizationType, scales: tuple, skip_gate: bool
+) -> dict[str, Any]:
+    """The emitter's kind of quantization and its scales."""
+    operands = _block_scales if kind is QuantizationType.MX else _scale_operands
+    return operands(scales, skip_gate) | dict(quant_type=kind)
 
 
 def _scale_operands(scales: tuple, skip_gate: bool) -> dict[str, Any]:
