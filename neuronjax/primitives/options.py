@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+import jax.numpy as jnp
+
 
 class ActFnType(enum.Enum):
     """The activation between the projections of an MLP."""
@@ -64,6 +66,19 @@ def member(kind: type[enum.Enum], value: object) -> Any:
 def members(kind: type[enum.Enum]) -> str:
     """The names of `kind`, for a message."""
     return ", ".join(kind.__members__)
+
+
+# The dtypes of operands that are not quantized.
+FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
+
+
+def odd_dtype(operands: Mapping[str, Any]) -> str:
+    """The first operand whose dtype is none of `FLOATS`, described; "" if none is."""
+    for name, x in operands.items():
+        dtype = getattr(x, "dtype", None)
+        if x is not None and dtype not in FLOATS:
+            return f"{name} of dtype {dtype}"
+    return ""
 
 
 class QKVOutputLayout(enum.Enum):

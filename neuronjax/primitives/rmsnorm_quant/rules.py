@@ -16,6 +16,7 @@ from neuronjax.primitives.options import (
     NormType,
     QuantizationType,
     member,
+    odd_dtype,
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
@@ -28,7 +29,6 @@ ARGUMENTS = {
 }
 EPS_TYPE = "Expecting eps input to have type float"
 DST_DTYPE = "dst_dtype must be float32 or bfloat16."
-_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 _KINDS = (QuantizationType.ROW, QuantizationType.STATIC)
 
 
@@ -73,7 +73,7 @@ def _facts(call: SimpleNamespace, norm: Any, settings: dict) -> dict[str, Any]:
         tiled=isinstance(given["hidden"], MemrefTile),
         norm_word=norm_word(norm),
         norm_given=norm,
-        misfit=_misfit({names[key]: x for key, x in given.items()}),
+        misfit=odd_dtype({names[key]: x for key, x in given.items()}),
         off_axis=_off_axis(given, names, shapes),
         traced=", ".join(k for k, v in numbers.items() if v is None),
         bound=numbers["lower_bound"] or 0.0,
@@ -91,14 +91,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         return None
-
-
-def _misfit(operands: dict[str, Any]) -> str:
-    for name, x in operands.items():
-        dtype = getattr(x, "dtype", None)
-        if x is not None and dtype not in _DTYPES:
-            return f"{name} of dtype {dtype}"
-    return ""
 
 
 def _off_axis(given: dict, names: dict, shapes: dict) -> str:

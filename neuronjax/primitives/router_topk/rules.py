@@ -9,12 +9,17 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
-from neuronjax.primitives.options import RouterActFnType, member, members
+from neuronjax.primitives.options import (
+    FLOATS,
+    RouterActFnType,
+    member,
+    members,
+    odd_dtype,
+)
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
 PUBLIC, EMITTER = "router_topk", "router_topk_kernel"
 ALL = (PUBLIC, EMITTER)
-_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 _FLOATS = ("x", "w", "w_bias", "selection_bias")
 _TILE_AXES = dict(w=0, w_bias=1, selection_bias=0, token_mask=0)
 
@@ -65,21 +70,13 @@ def _facts(call: SimpleNamespace, form: str) -> dict[str, Any]:
         w_width=w_width,
         E=experts,
         on_chip=False,
-        odd_dtype=_odd_dtype({key: given[key] for key in _FLOATS}),
+        odd_dtype=odd_dtype({key: given[key] for key in _FLOATS}),
         x_dtype=getattr(call.x, "dtype", None),
         w_dtype=getattr(call.w, "dtype", None),
         unlike=_unlike(given, shapes, tokens, experts),
         off_axis=_off_axis(given, form),
         **{f"{key}_shape": shapes[key] for key in ("x", "w")},
     )
-
-
-def _odd_dtype(operands: dict[str, Any]) -> str:
-    for name, x in operands.items():
-        dtype = getattr(x, "dtype", None)
-        if x is not None and dtype not in _DTYPES:
-            return f"{name} of dtype {dtype}"
-    return ""
 
 
 def _unlike(given, shapes, tokens, experts) -> str:
@@ -108,7 +105,7 @@ def _off_axis(given: dict[str, Any], form: str) -> str:
 
 def _floating(dtype: Any) -> bool:
     try:
-        return jnp.dtype(dtype) in _DTYPES
+        return jnp.dtype(dtype) in FLOATS
     except TypeError:
         return False
 
