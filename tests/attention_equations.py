@@ -1,51 +1,150 @@
-"""Attention in float64 numpy, from the equations, for the tests."""
+"""Attention in float64 numpy, row by row from the equations, for the tests."""
+
+import dataclasses
 
 import numpy as np
 
 
-def visible(q_seq, kv_seq, causal, mask=None, heads=1):
-    """`[heads, q_seq, kv_seq]`: which keys each row sees."""
-    seen = np.ones((heads, q_seq, kv_seq), bool)
+def visible(
+    q_seq,
+    kv_seq,
+    causal,
+    mask=None,
+    heads=1,
+    *,
+    window=None,
+    prior=0,
+    used=0,
+    offset=0,
+    stride=1,
+    bounds=None,
+):
+    """`[heads, q_seq, prior + kv_seq]`: which keys each row sees.
+
+    The first `prior` columns are slots of a prefix, of which `used` hold a key; those
+    stand at positions `-used, .., -1`, key 0 of the call at 0, and query `i` at
+    `offset + stride * i`. `bounds` are the first column and the end of each row.
+    """
+    column = np.arange(prior + kv_seq)
+    key = np.where(column < prior, column - used, column - prior)
+    query = (offset + stride * np.arange(q_seq))[:, None]
+    seen = np.ones((heads, q_seq, prior + kv_seq), bool)
+    seen &= (column < used) | (column >= prior)
     if causal:
-        seen &= np.arange(kv_seq) <= np.arange(q_seq)[:, None]
+        seen &= key <= query
+    if window:
+        seen &= key > query - window
+    if bounds is not None:
+        first, end = (np.reshape(x, (q_seq, 1)) for x in bounds)
+        seen &= (first <= column) & (column < end)
     return seen if mask is None else seen & np.asarray(mask).astype(bool)
 
 
-def attend(q, k, v, seen, scale=1.0):
-    """Row by row: `out`, `neg_max`, `recip`, `lse`; a row without keys gives 0.
+@dataclasses.dataclass
+class Attention:
+    """Attention of `q [heads, q_seq, d]` to `k [kv_heads, kv_seq, d]`.
 
-    `q [heads, q_seq, d]`, `k [kv_heads, kv_seq, d]`, `v [kv_heads, kv_seq, value_dim]`.
+    Scores are `scale * <q, k>`, then `cap * tanh(score / cap)`, then `+ bias`; a bias
+    of -inf hides its key. `sink [heads, n]` are `n` more scores, without a value. Of
+    the weights those in `keep` are divided by `1 - rate`, the others are dropped.
     """
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    heads, rows, group = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
-    out = np.zeros((heads, rows, v.shape[2]))
-    neg_max, recip = np.full((heads, rows, 1), np.inf), np.ones((heads, rows, 1))
-    for h, i in np.ndindex(heads, rows):
-        keys = np.flatnonzero(seen[h, i])
-        if keys.size:
-            z = scale * (k[h // group][keys] @ q[h, i])
-            e = np.exp(z - z.max())
-            out[h, i] = e @ v[h // group][keys] / e.sum()
-            neg_max[h, i], recip[h, i] = -z.max(), 1 / e.sum()
-    return out, neg_max, recip, -neg_max - np.log(recip)
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    seen: np.ndarray
+    scale: float = 1.0
+    cap: float | None = None
+    bias: np.ndarray | None = None
+    sink: np.ndarray | None = None
+    keep: np.ndarray | None = None
+    rate: float = 0.0
+
+    def __post_init__(self):
+        for name in ("q", "k", "v", "bias", "sink"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, np.asarray(value, np.float64))
+        self.heads, self.rows = self.q.shape[:2]
+        self.group = self.heads // self.k.shape[0]
+        self.whole = self.heads, self.rows, self.k.shape[1]
+        self.seen = np.broadcast_to(self.seen, self.whole)
+
+    def _row(self, h, i):
+        """The keys of a row, its scores (sinks last), d score / d <q, k>, factors."""
+        n = h // self.group
+        keys = np.flatnonzero(self.seen[h, i])
+        bias = np.zeros(self.whole[2])
+        if self.bias is not None:
+            bias = np.broadcast_to(self.bias, self.whole)[h, i]
+            keys = keys[bias[keys] != -np.inf]
+        z = self.scale * (self.k[n][keys] @ self.q[h, i])
+        slope = np.full(keys.size, float(self.scale))
+        if self.cap is not None:
+            squashed = np.tanh(z / self.cap)
+            z, slope = self.cap * squashed, slope * (1 - squashed**2)
+        sinks = [] if self.sink is None else self.sink[h]
+        factor = np.ones(keys.size)
+        if self.keep is not None:
+            factor = self.keep[h, i, keys] / (1 - self.rate)
+        return keys, np.concatenate([z + bias[keys], sinks]), slope, factor
+
+    def outputs(self):
+        """`out`, `neg_max`, `recip`, `lse`; where nothing is seen 0, inf, 1, -inf."""
+        out = np.zeros((self.heads, self.rows, self.v.shape[2]))
+        neg_max = np.full((self.heads, self.rows, 1), np.inf)
+        recip = np.ones((self.heads, self.rows, 1))
+        for h, i in np.ndindex(self.heads, self.rows):
+            keys, z, _, factor = self._row(h, i)
+            if z.size:
+                e = np.exp(z - z.max())
+                p = e[: keys.size] / e.sum()
+                out[h, i] = (p * factor) @ self.v[h // self.group][keys]
+                neg_max[h, i], recip[h, i] = -z.max(), 1 / e.sum()
+        return out, neg_max, recip, -neg_max - np.log(recip)
+
+    def gradients(self, d_out=0.0, d_lse=0.0, d_neg_max=0.0, d_recip=0.0):
+        """The cotangents of `q`, `k`, `v`, `bias`, `sink` by name, as Jacobian rows."""
+        d_out = np.broadcast_to(d_out, (self.heads, self.rows, self.v.shape[2]))
+        d_out = d_out.astype(np.float64)
+        seeds = [
+            np.broadcast_to(np.reshape(x, np.shape(x)[:2]), (self.heads, self.rows))
+            for x in (d_lse, d_neg_max, d_recip)
+        ]
+        total = {name: np.zeros_like(getattr(self, name)) for name in "qkv"}
+        d_bias = np.zeros(self.whole)
+        d_sink = np.zeros((self.heads, 0 if self.sink is None else self.sink.shape[1]))
+        for h, i in np.ndindex(self.heads, self.rows):
+            n, (keys, z, slope, factor) = h // self.group, self._row(h, i)
+            if not z.size:
+                continue
+            p = np.exp(z - z.max())
+            recip = 1 / p.sum()
+            p *= recip
+            d_p = np.zeros(z.size)
+            d_p[: keys.size] = factor * (self.v[n][keys] @ d_out[h, i])
+            top = (z == z.max()) / np.sum(z == z.max())
+            of_lse, of_neg_max, of_recip = (x[h, i] for x in seeds)
+            d_z = (np.diag(p) - np.outer(p, p)) @ d_p
+            d_z += of_lse * p - of_neg_max * top + of_recip * recip * (top - p)
+            d_key, d_sink[h] = d_z[: keys.size], d_sink[h] + d_z[keys.size :]
+            total["q"][h, i] += (slope * d_key) @ self.k[n][keys]
+            total["k"][n][keys] += np.outer(slope * d_key, self.q[h, i])
+            total["v"][n][keys] += np.outer(p[: keys.size] * factor, d_out[h, i])
+            d_bias[h, i, keys] += d_key
+        if self.bias is not None:
+            shape = self.bias.shape
+            alone = tuple(a for a in range(3) if shape[a] == 1)
+            total["bias"] = d_bias.sum(alone, keepdims=True)
+        return total if self.sink is None else dict(total, sink=d_sink)
 
 
-def gradients(q, k, v, seen, d_out, scale=1.0, d_lse=0.0):
-    """`dq, dk, dv` of `sum(out * d_out) + sum(lse * d_lse)`, by softmax's Jacobian."""
-    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
-    group = q.shape[0] // k.shape[0]
-    d_lse = np.broadcast_to(d_lse, q.shape[:2])
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for h, i in np.ndindex(q.shape[:2]):
-        n, keys = h // group, np.flatnonzero(seen[h, i])
-        if not keys.size:
-            continue
-        z = scale * (k[n][keys] @ q[h, i])
-        p = np.exp(z - z.max())
-        p /= p.sum()
-        jacobian = np.diag(p) - np.outer(p, p)
-        dz = jacobian @ (v[n][keys] @ d_out[h, i]) + p * d_lse[h, i]
-        dq[h, i] += scale * dz @ k[n][keys]
-        dk[n][keys] += scale * np.outer(dz, q[h, i])
-        dv[n][keys] += np.outer(p, d_out[h, i])
-    return dq, dk, dv
+def attend(q, k, v, seen, scale=1.0, **options):
+    """`out`, `neg_max`, `recip`, `lse` of an `Attention`."""
+    return Attention(q, k, v, seen, scale, **options).outputs()
+
+
+def gradients(q, k, v, seen, d_out, scale=1.0, d_lse=0.0, **options):
+    """`dq, dk, dv` of `sum(out * d_out) + sum(lse * d_lse)`."""
+    whole = Attention(q, k, v, seen, scale, **options).gradients(d_out, d_lse)
+    return whole["q"], whole["k"], whole["v"]
