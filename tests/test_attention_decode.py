@@ -303,7 +303,7 @@ def test_gradients_come_from_the_stored_statistics():
     config = dict(
         prior_slots=4, tp_k_prior=False, fuse_rope=False, is_tkg=True, is_tiled=False
     )
-    operands = (*arrays, None, jnp.array([3]), None, None)
+    operands = (*arrays, None, jnp.array([3]), *[None] * 5)
     family = neuronjax.primitives.registry.resolve_family("AttentionTkgFwd")
     outs = family(*operands, name="AttentionTkgFwd", **config)
     seeds = (jnp.ones_like(outs[0]), None, None)

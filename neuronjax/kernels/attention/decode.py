@@ -1,60 +1,51 @@
-"""Decode attention: a few new tokens against a flat cache, which is never repeated.
+"""Decode attention: a few new tokens against a flat or block cache, never repeated.
 
 The keys that a query sees lie in two parts, the cache and the new tokens; one softmax
-runs over both, and they are never joined into one array.
+runs over both and over a sink, which is a logit without a value.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from neuronjax.kernels.attention.blocks import clean, unseen
-from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.attention.decode_parts import (
+    Cached,
+    Visible,
+    flat,
+    grouped,
+    make_parts,
+    pad_cache,
+    scatter_blocks,
+)
+from neuronjax.kernels.dtypes import accumulator, is_differentiable
 from neuronjax.kernels.rope import rope_bwd, rope_fwd
 
-Heads = Float[Array, "batch _ _ _"]
-Cached = Float[Array, "rows num_kv_heads _ _"]
+Heads = Shaped[Array, "batch _ _ _"]
+Mask = Bool[Array, "slots batch num_heads seq"]
+Lengths = Integer[Array, " batch"] | Integer[Array, "batch seq"]
 
 # b batch, n key heads, g query heads of a group, t new tokens, s slots, d width.
 _WEIGH = "bngts,bnsd->bngtd"
 _BACK = "bngts,bngtd->bnsd"
 
 
-class _Part(NamedTuple):
-    """Keys, values, and which each query sees: `[b, n, g, t, s]`, some axes 1."""
-
-    key: jax.Array
-    value: jax.Array
-    seen: jax.Array
-    transposed: bool  # keys are [b, n, d, s]
-
-    @property
-    def scores(self) -> str:
-        return f"bngtd,{'bnds' if self.transposed else 'bnsd'}->bngts"
-
-    @property
-    def back_to_query(self) -> str:
-        return f"bngts,{'bnds' if self.transposed else 'bnsd'}->bngtd"
-
-    @property
-    def back_to_key(self) -> str:
-        return f"bngts,bngtd->{'bnds' if self.transposed else 'bnsd'}"
-
-
 def attention_decode_fwd(
-    q: Heads,
+    q: Float[Array, "batch num_heads seq _"],
     k_active: Heads | None,
     v_active: Heads | None,
     k_prior: Cached,
     v_prior: Cached,
-    mask: Bool[Array, "slots batch num_heads seq"] | None,
-    lengths: Int[Array, " batch"] | None,
+    mask: Mask | None,
+    lengths: Lengths | None,
     positions: Int[Array, "batch seq"] | None,
     inv_freqs: Float[Array, "half 1"] | None,
+    sink: Float[Array, "num_heads 1"] | None,
+    starts: Integer[Array, "batch seq"] | None,
+    table: Integer[Array, "batch blocks"] | None,
     *,
     name: str,
     prior_slots: int,
@@ -68,45 +59,56 @@ def attention_decode_fwd(
     `q` is `[batch, num_heads, seq, d]`, new keys and values
     `[batch, num_kv_heads, seq, .]`, the caches `[batch+, num_kv_heads, d, slots]` (or
     `[.., slots, d]` if `tp_k_prior`) and `[.., slots, value_dim]`; rows past `batch`
-    are never read. A query sees the cache slots below `lengths`, within the first
-    `prior_slots`, and the new tokens up to its own; or what `mask` says of those slots
-    and, in its last `seq` rows, of the new tokens. `fuse_rope` rotates `q` and the new
-    keys by `inv_freqs * positions`, half-split, and divides `q` by `sqrt(d)`.
+    are never read. With `table` the caches are `[num_blocks, num_kv_heads, block_len,
+    .]`, and a sequence's slots are those of its row of the table, in that order.
+
+    A query sees the cache slots from `starts` (0 without it) up to `lengths`, around
+    the end if the start is greater, within the first `prior_slots`; and the new tokens
+    up to its own, or what `mask` says of them. Without `lengths`, `mask` covers the
+    slots first, then the new tokens. `sink` is one more logit of each head.
+    `fuse_rope` rotates `q` and the new keys by `inv_freqs * positions`, half-split, and
+    divides `q` by `sqrt(d)`. fp8 caches and new tokens enter as they are.
 
     `out` is `[batch, num_heads, value_dim, seq]`, the statistics
     `[batch, num_heads, seq, 1]` in float32, the keys (only with `fuse_rope`) like
-    `k_active`. A query that sees nothing gets `out = 0`, `neg_max = inf`, `recip = 1`.
+    `k_active`. A query that sees nothing gets `out = 0`, and without a sink
+    `neg_max = inf`, `recip = 1`.
     """
     acc = accumulator(q.dtype)
     if fuse_rope:
         q, k_active = rotate(q, k_active, positions, inv_freqs)
     new_keys: tuple[Any, ...] = (k_active,) if fuse_rope else ()
     cached = (k_active, v_active, k_prior, v_prior)
-    parts = _parts(cached, mask, lengths, q, prior_slots, tp_k_prior)
-    rows = _grouped(q, k_prior.shape[1])
+    visible = Visible(mask, lengths, starts, table)
+    parts = make_parts(cached, visible, q, prior_slots, tp_k_prior)
+    rows = grouped(q, k_prior.shape[1])
     scores = [_scores(rows, part, acc) for part in parts]
-    top, held = row_max(scores)
+    top, held = row_max([*scores, *_sink_logit(sink, rows, acc)])
     weights = [jnp.exp(z - held) for z in scores]
-    total: Any = sum(p.sum(-1, keepdims=True) for p in weights)
-    any_seen = _any_seen(parts, total.shape)
+    columns = [*weights, *(jnp.exp(z - held) for z in _sink_logit(sink, rows, acc))]
+    total: Any = sum(p.sum(-1, keepdims=True) for p in columns)
+    any_seen = _any_seen(parts, sink, total.shape)
     total = jnp.where(any_seen, total, 1)
     out = jnp.where(any_seen, _weigh(weights, parts, acc, static) / total, 0)
     neg_max = jnp.where(any_seen, -top, jnp.inf)
     recip = jnp.where(any_seen, jnp.exp(top - held) / total, 1)
-    outs = _flat(out.astype(q.dtype)).mT, _flat(neg_max), _flat(recip)
+    outs = flat(out.astype(q.dtype)).mT, flat(neg_max), flat(recip)
     return outs + new_keys
 
 
 def attention_decode_bwd(
-    q: Heads,
+    q: Float[Array, "batch num_heads seq _"],
     k_active: Heads | None,
     v_active: Heads | None,
     k_prior: Cached,
     v_prior: Cached,
-    mask: Bool[Array, "slots batch num_heads seq"] | None,
-    lengths: Int[Array, " batch"] | None,
+    mask: Mask | None,
+    lengths: Lengths | None,
     positions: Int[Array, "batch seq"] | None,
     inv_freqs: Float[Array, "half 1"] | None,
+    sink: Float[Array, "num_heads 1"] | None,
+    starts: Integer[Array, "batch seq"] | None,
+    table: Integer[Array, "batch blocks"] | None,
     *stored: Any,
     name: str,
     prior_slots: int,
@@ -118,31 +120,49 @@ def attention_decode_bwd(
     """Returns the gradients of the float operands that are there, in their order.
 
     `stored` are the forward's outputs, then their cotangents. Weights come from the
-    stored statistics, `p = exp(z + neg_max) * recip`; slots that no query sees, and
-    rows of the cache past the batch, get zero.
+    stored statistics, `p = exp(z + neg_max) * recip`; slots that no query sees, rows of
+    the cache past the batch and blocks that no table lists get zero. fp8 operands are
+    constants.
     """
     outs, cotangents = stored[: len(stored) // 2], stored[len(stored) // 2 :]
     acc, raw, heads = accumulator(q.dtype), (q, k_active), k_prior.shape[1]
     if fuse_rope:
         q, k_active = rotate(q, k_active, positions, inv_freqs)
     cached = (k_active, v_active, k_prior, v_prior)
-    parts = _parts(cached, mask, lengths, q, prior_slots, tp_k_prior)
-    statistics = [_grouped(x, heads) for x in (outs[0].mT, *outs[1:3])]
+    visible = Visible(mask, lengths, starts, table)
+    parts = make_parts(cached, visible, q, prior_slots, tp_k_prior)
+    statistics = [grouped(x, heads) for x in (outs[0].mT, *outs[1:3])]
     d_out = jnp.zeros_like(outs[0]) if cotangents[0] is None else cotangents[0]
-    pulled = [None if c is None else _grouped(c, heads) for c in cotangents[1:3]]
-    pulled = [_grouped(d_out.mT, heads), *pulled]
-    rows = _grouped(q, heads)
-    dq, grads = _pull(parts, rows, statistics, pulled, acc, static)
-    slots = 2 if tp_k_prior else 3
-    dk_prior = _unsliced(grads[0][0], k_prior, slots)
-    dv_prior = _unsliced(grads[0][1], v_prior, 2)
-    dq, new = _flat(dq).astype(q.dtype), [g.astype(q.dtype) for g in sum(grads[1:], ())]
-    if not fuse_rope:
-        return dq, *new, dk_prior, dv_prior
-    if cotangents[3] is not None:
-        new[0] = new[0] + cotangents[3].astype(q.dtype)
-    dq, new[0], d_freqs = _unrotate(raw, (dq, new[0]), positions, inv_freqs)
-    return dq, *new, dk_prior, dv_prior, d_freqs
+    pulled = [None if c is None else grouped(c, heads) for c in cotangents[1:3]]
+    pulled = [grouped(d_out.mT, heads), *pulled]
+    rows = grouped(q, heads)
+    dq, grads, d_sink = _pull(parts, rows, sink, statistics, pulled, acc, static)
+    dq, d_freqs = flat(dq).astype(q.dtype), None
+    new = list(grads[1]) if len(grads) > 1 else [None, None]
+    if fuse_rope:
+        new[0] = new[0].astype(q.dtype)
+        if cotangents[3] is not None:
+            new[0] = new[0] + cotangents[3].astype(q.dtype)
+        dq, new[0], d_freqs = _unrotate(raw, (dq, new[0]), positions, inv_freqs)
+    keys, values = _cache_gradients(grads[0], cached[2:], table, tp_k_prior)
+    operands = (q, *cached, inv_freqs, sink)
+    grads = (dq, *new, keys, values, d_freqs, d_sink)
+    return tuple(
+        grad.astype(x.dtype)
+        for x, grad in zip(operands, grads, strict=True)
+        if x is not None and is_differentiable(x.dtype)
+    )
+
+
+def _cache_gradients(grads, caches, table, tp_k_prior):
+    if not is_differentiable(caches[0].dtype):
+        return grads
+    if table is not None:
+        pairs = zip(grads, caches, strict=True)
+        return tuple(scatter_blocks(grad, cache, table) for grad, cache in pairs)
+    slots = 2 if tp_k_prior else 3, 2
+    triples = zip(grads, caches, slots, strict=True)
+    return tuple(pad_cache(*triple) for triple in triples)
 
 
 def rotate(q, k_active, positions, inv_freqs):
@@ -177,42 +197,19 @@ def _unrotate(raw, grads, positions, inv_freqs):
     return *turned, spread.sum((0, 1))[:, None].astype(inv_freqs.dtype)
 
 
-def _parts(arrays, mask, lengths, q, prior_slots, tp_k_prior):
-    """The cache's part, and that of the new tokens if there are any."""
-    k_active, v_active, k_prior, v_prior = arrays
-    (batch, _, seq, _), groups = q.shape, k_prior.shape[1]
-    keys = k_prior[:batch, :, :prior_slots] if tp_k_prior else k_prior[:batch]
-    keys = keys if tp_k_prior else keys[..., :prior_slots]
-    values = v_prior[:batch, :, :prior_slots]
-    if mask is not None:
-        by_query = _grouped(jnp.moveaxis(mask.astype(bool), 0, -1), groups)
-        seen = by_query[..., :prior_slots], by_query[..., prior_slots:]
-    else:
-        slot = jnp.arange(values.shape[2], dtype=lengths.dtype)
-        causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)
-        seen = (slot < lengths[:, None])[:, None, None, None], causal[None, None, None]
-    parts = [_Part(keys, values, seen[0], not tp_k_prior)]
-    if k_active is not None:
-        parts.append(_Part(k_active, v_active, seen[1], False))
-    return parts
-
-
-def _grouped(x, num_kv_heads):
-    """`[batch, heads, ...]` to `[batch, num_kv_heads, group, ...]`."""
-    group = x.shape[1] // num_kv_heads
-    return x.reshape(x.shape[0], num_kv_heads, group, *x.shape[2:])
-
-
-def _flat(x):
-    """The inverse of `_grouped`."""
-    return lax.collapse(x, 1, 3)
-
-
 def _scores(rows, part, acc):
     """Logits where seen, elsewhere a finite number far below any logit."""
     key = part.key.astype(rows.dtype)
     z = jnp.einsum(part.scores, rows, key, preferred_element_type=acc)
     return jnp.where(part.seen, z, unseen(acc))
+
+
+def _sink_logit(sink, rows, acc):
+    """The sink's column `[1, n, g, 1, 1]`, or none; -inf is no sink."""
+    if sink is None:
+        return []
+    z = sink.astype(acc).reshape(1, *rows.shape[1:3], 1, 1)
+    return [jnp.where(z == -jnp.inf, unseen(acc), z)]
 
 
 def row_max(scores):
@@ -240,8 +237,10 @@ def _max_shares(scores, held):
     return [t.astype(held.dtype) / jnp.maximum(count, 1) for t in tied]
 
 
-def _any_seen(parts, shape):
+def _any_seen(parts, sink, shape):
     seen = [part.seen.any(-1, keepdims=True) for part in parts]
+    if sink is not None:
+        seen.append((sink != -jnp.inf).reshape(1, *shape[1:3], 1, 1))
     return jnp.broadcast_to(functools.reduce(jnp.logical_or, seen), shape)
 
 
@@ -277,34 +276,41 @@ def _weigh(weights, parts, acc, static):
     return _guarded(quick, careful, static)
 
 
-def _pull(parts, rows, statistics, pulled, acc, static):
-    """The gradient of the grouped queries, and per part those of keys and values."""
+def _pull(parts, rows, sink, statistics, pulled, acc, static):
+    """The gradient of the grouped queries, per part those of key and value; the sink's.
+
+    A sink weighs in the row's sum alone, so its logit's derivative is that of the sum.
+    """
     (out, neg_max, recip), (d_out, d_max, d_recip) = statistics, pulled
-    any_seen = _any_seen(parts, recip.shape)
+    any_seen = _any_seen(parts, sink, recip.shape)
     rows, d_out = (jnp.where(any_seen, x, 0).astype(rows.dtype) for x in (rows, d_out))
     offset = -(d_out.astype(acc) * out.astype(acc)).sum(-1, keepdims=True)
     if d_recip is not None:
         offset = offset - d_recip * recip
     scores = [_scores(rows, part, acc) for part in parts]
-    onto_max = _onto_max(scores, any_seen, recip, d_max, d_recip)
-    d_scores, grads = [], []
-    for part, z, extra in zip(parts, scores, onto_max, strict=True):
+    columns = [*scores, *_sink_logit(sink, rows, acc)]
+    onto_max = _onto_max(columns, any_seen, recip, d_max, d_recip)
+    d_scores, grads, d_sink = [], [], None
+    for part, z, extra in zip(parts, scores, onto_max, strict=False):
         p = jnp.where(part.seen, jnp.exp(z + neg_max) * recip, 0)
         value = part.value.astype(rows.dtype)
         dp = jnp.einsum("bngtd,bnsd->bngts", d_out, value, preferred_element_type=acc)
-        ds = p * (dp + offset) if extra is None else p * (dp + offset) + extra
-        ds = jnp.where(part.seen, ds, 0).astype(rows.dtype)
+        ds = jnp.where(part.seen, p * (dp + offset) + extra, 0).astype(rows.dtype)
         dk = jnp.einsum(part.back_to_key, ds, rows, preferred_element_type=acc)
         p = p.astype(rows.dtype)
         grads.append((dk, jnp.einsum(_BACK, p, d_out, preferred_element_type=acc)))
         d_scores.append(ds)
-    return _query_gradient(d_scores, parts, acc, static), grads
+    if sink is not None:
+        p = jnp.exp(columns[-1] + neg_max) * recip
+        flow = jnp.where(any_seen, p * offset + onto_max[-1], 0)
+        d_sink = flow.sum((0, 3)).reshape(sink.shape)
+    return _query_gradient(d_scores, parts, acc, static), grads, d_sink
 
 
 def _onto_max(scores, any_seen, recip, d_max, d_recip):
     """What the statistics' cotangents send to the logits that are their row's max."""
     if d_max is None and d_recip is None:
-        return [None] * len(scores)
+        return [0] * len(scores)
     held = functools.reduce(jnp.maximum, [z.max(-1, keepdims=True) for z in scores])
     flow = 0 if d_recip is None else d_recip * recip
     flow = jnp.where(any_seen, flow if d_max is None else flow - d_max, 0)
@@ -327,11 +333,3 @@ def _query_gradient(d_scores, parts, acc, static):
         return jnp.where(jnp.isfinite(key), cast(key), 0)
 
     return _guarded(lambda: total(cast), lambda: total(finite), static)
-
-
-def _unsliced(grad, whole, slots):
-    """`grad` in the cache's dtype, zero for the slots and rows that were left out."""
-    widths = [(0, 0)] * grad.ndim
-    for i in (0, slots):
-        widths[i] = (0, whole.shape[i] - grad.shape[i])
-    return jnp.pad(grad.astype(whole.dtype), widths)

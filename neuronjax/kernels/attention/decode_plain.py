@@ -1,13 +1,25 @@
 """Decode attention in plain jax.numpy, over one joined and repeated array of keys."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from neuronjax.kernels.attention.decode import rotate
-from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.dtypes import accumulator, is_differentiable
+
+
+class _Rest(NamedTuple):
+    """The operands beside keys and values, and the layout."""
+
+    mask: Any
+    lengths: Any
+    starts: Any
+    table: Any
+    sink: Any
+    prior_slots: int
+    tp_k_prior: bool
 
 
 def attention_decode_plain(
@@ -20,6 +32,9 @@ def attention_decode_plain(
     lengths: Array | None,
     positions: Array | None,
     inv_freqs: Array | None,
+    sink: Array | None,
+    starts: Array | None,
+    table: Array | None,
     *,
     name: str,
     prior_slots: int,
@@ -32,15 +47,17 @@ def attention_decode_plain(
     if fuse_rope:
         q, k_active = rotate(q, k_active, positions, inv_freqs)
     new_keys: tuple[Any, ...] = (k_active,) if fuse_rope else ()
-    cached = (k_active, v_active, k_prior, v_prior)
-    keys, values, seen = _joined(cached, mask, lengths, q, prior_slots, tp_k_prior)
+    rest = _Rest(mask, lengths, starts, table, sink, prior_slots, tp_k_prior)
+    keys, values = _joined(q, k_active, v_active, k_prior, v_prior, rest)
+    seen = _seen(q, v_prior, k_active is not None, rest)
+    z, seen = _with_sink(_dot("bhtd,bhsd->bhts", q, keys, acc), seen, sink)
     any_seen = seen.any(-1, keepdims=True)
-    z = _dot("bhtd,bhsd->bhts", q, keys, acc)
     z = jnp.where(any_seen, jnp.where(seen, z, -jnp.inf), 0)
     top = z.max(-1, keepdims=True)
     p = jnp.where(seen, jnp.exp(z - top), 0)
     total = jnp.where(any_seen, p.sum(-1, keepdims=True), 1)
-    out = _dot("bhts,bhsd->bhdt", (p / total).astype(q.dtype), values, acc)
+    weights = (p / total)[..., : values.shape[2]].astype(q.dtype)
+    out = _dot("bhts,bhsd->bhdt", weights, values, acc)
     neg_max = jnp.where(any_seen, -top, jnp.inf)
     recip = jnp.where(any_seen, 1 / total, 1)
     return (out.astype(q.dtype), neg_max, recip, *new_keys)
@@ -56,6 +73,9 @@ def attention_decode_bwd_plain(
     lengths: Array | None,
     positions: Array | None,
     inv_freqs: Array | None,
+    sink: Array | None,
+    starts: Array | None,
+    table: Array | None,
     *stored: Array | None,
     name: str,
     prior_slots: int,
@@ -64,75 +84,142 @@ def attention_decode_bwd_plain(
     **_hints: Any,
 ) -> tuple[Array, ...]:
     """The same as `attention_decode_bwd`, from the same stored statistics."""
-    acc = accumulator(q.dtype)
-    turned: tuple[Any, Any] = (q, k_active)
-    unturn: Any = None
-    if fuse_rope:
-        turned, unturn = jax.vjp(
-            lambda *a: rotate(a[0], a[1], positions, a[2]), q, k_active, inv_freqs
+    acc, half = accumulator(q.dtype), len(stored) // 2
+    rest = _Rest(mask, lengths, starts, table, sink, prior_slots, tp_k_prior)
+    operands = (q, k_active, v_active, k_prior, v_prior, inv_freqs)
+    live = [is_differentiable(x.dtype) if x is not None else False for x in operands]
+
+    def prepare(*floats):
+        """Rotated queries, joined keys and values: what the scores are made of."""
+        given = iter(floats)
+        q, new_k, new_v, keys, values, freqs = (
+            next(given) if is_live else x
+            for x, is_live in zip(operands, live, strict=True)
         )
-    cached = (turned[1], v_active, k_prior, v_prior)
+        if fuse_rope:
+            q, new_k = rotate(q, new_k, positions, freqs)
+        made = (q, *_joined(q, new_k, new_v, keys, values, rest))
+        return (*made, new_k) if fuse_rope else made
 
-    def join(*arrays):
-        return _joined(arrays, mask, lengths, q, prior_slots, tp_k_prior)[:2]
-
-    seen = _joined(cached, mask, lengths, q, prior_slots, tp_k_prior)[2]
-    (keys, values), unjoin = jax.vjp(join, *cached)
-    d_scores, dv = _from_stored(turned[0], keys, values, seen, stored, acc)
-    dq = _dot("bhts,bhsd->bhtd", d_scores, keys, acc).astype(q.dtype)
-    dk = _dot("bhts,bhtd->bhsd", d_scores, turned[0], acc)
-    dk, dv, *d_prior = unjoin((dk.astype(keys.dtype), dv.astype(values.dtype)))
-    if not fuse_rope:
-        new = () if k_active is None else (dk, dv)
-        return dq, *new, *d_prior
-    d_new = stored[len(stored) // 2 + 3]
-    dk = dk if d_new is None else dk + d_new
-    dq, dk, d_freqs = unturn((dq, dk))
-    return dq, dk, dv, *d_prior, d_freqs
+    floats = [x for x, is_live in zip(operands, live, strict=True) if is_live]
+    made, pull = jax.vjp(prepare, *floats)
+    seen = _seen(q, v_prior, k_active is not None, rest)
+    ds, dv, d_sink = _from_stored(made, seen, sink, stored, acc)
+    dq = _dot("bhts,bhsd->bhtd", ds, made[1], acc)
+    dk = _dot("bhts,bhtd->bhsd", ds, made[0], acc)
+    seeds = [g.astype(x.dtype) for g, x in zip((dq, dk, dv), made, strict=False)]
+    if fuse_rope:
+        d_new = stored[half + 3]
+        seeds.append(jnp.zeros_like(made[3]) if d_new is None else d_new)
+    last = () if d_sink is None else (d_sink,)
+    return (*pull(tuple(seeds)), *last)
 
 
-def _from_stored(q, keys, values, seen, stored, acc):
-    """The gradients of scores and values, from stored statistics."""
-    half = len(stored) // 2
+def _from_stored(made, seen, sink, stored, acc):
+    """The gradients of scores, values and sink, from stored statistics."""
+    (q, keys, values), half = made[:3], len(stored) // 2
     out, neg_max, recip = stored[:3]
     d_out, d_max, d_recip = stored[half : half + 3]
-    z = _dot("bhtd,bhsd->bhts", q, keys, acc)
+    z, seen = _with_sink(_dot("bhtd,bhsd->bhts", q, keys, acc), seen, sink)
     p = jnp.where(seen, jnp.exp(z + neg_max) * recip, 0)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
     dp = _dot("bhdt,bhsd->bhts", d_out, values, acc)
     delta = (d_out.astype(acc) * out.astype(acc)).sum(2)[..., None]
     d_recip = jnp.zeros_like(recip) if d_recip is None else d_recip
     d_max = jnp.zeros_like(recip) if d_max is None else d_max
+    if sink is not None:  # it has no value
+        dp = jnp.concatenate([dp, jnp.zeros_like(dp[..., :1])], -1)
     ds = p * (dp - delta - d_recip * recip)
     tied = seen & (z == jnp.where(seen, z, -jnp.inf).max(-1, keepdims=True))
     share = tied.astype(acc) / jnp.maximum(tied.sum(-1, keepdims=True, dtype=acc), 1)
-    ds = jnp.where(seen, ds + share * (d_recip * recip - d_max), 0).astype(q.dtype)
-    return ds, _dot("bhts,bhdt->bhsd", p.astype(q.dtype), d_out, acc)
+    ds = jnp.where(seen, ds + share * (d_recip * recip - d_max), 0)
+    count = values.shape[2]
+    p = p[..., :count].astype(q.dtype)
+    dv = _dot("bhts,bhdt->bhsd", p, d_out, acc)
+    d_sink = None
+    if sink is not None:
+        d_sink = ds[..., count:].sum((0, 2)).astype(sink.dtype)
+    return ds[..., :count].astype(q.dtype), dv, d_sink
 
 
 def _dot(spec, a, b, acc):
     return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=acc)
 
 
-def _joined(arrays, mask, lengths, q, prior_slots, tp_k_prior):
-    """Keys and values of cache and new tokens, a copy for each query head; who sees."""
-    k_active, v_active, k_prior, v_prior = arrays
-    batch, heads, seq, _ = q.shape
-    keys = (k_prior if tp_k_prior else k_prior.mT)[:batch, :, :prior_slots]
-    values = v_prior[:batch, :, :prior_slots]
-    count = keys.shape[2]
+def _with_sink(z, seen, sink):
+    """One more column, which every query sees unless the sink is -inf."""
+    if sink is None:
+        return z, seen
+    column = jnp.zeros_like(z[..., :1]) + sink.astype(z.dtype)[None, :, :, None]
+    z = jnp.concatenate([z, column], -1)
+    return z, jnp.concatenate([seen, column > -jnp.inf], -1)
+
+
+def _by_sequence(cache, table):
+    """`[batch, num_kv_heads, slots, width]`, one block after the other."""
+    if not is_differentiable(cache.dtype):
+        cache = cache.astype(jnp.bfloat16)  # which holds every fp8 value
+    index = jnp.where(_known(table, cache), table, 0).astype(jnp.int32)
+    blocks = [jnp.take(cache, index[:, j], axis=0) for j in range(table.shape[1])]
+    return jnp.concatenate(blocks, 2)
+
+
+def _known(table, cache):
+    """Which entries of the table are blocks."""
+    return (table >= 0) & (table < cache.shape[0])
+
+
+def _joined(q, k_active, v_active, k_prior, v_prior, rest):
+    """Keys and values of cache and new tokens, a copy for each query head.
+
+    Those that no query sees are zero.
+    """
+    batch, heads, *_ = q.shape
+    if rest.table is None:
+        keys, values = k_prior if rest.tp_k_prior else k_prior.mT, v_prior
+        keys, values = keys[:batch], values[:batch]
+    else:
+        keys, values = (_by_sequence(x, rest.table) for x in (k_prior, v_prior))
+    keys, values = (x[:, :, : rest.prior_slots] for x in (keys, values))
     if k_active is not None:
         keys = jnp.concatenate([keys, k_active.astype(keys.dtype)], 2)
         values = jnp.concatenate([values, v_active.astype(values.dtype)], 2)
-    slot, query = jnp.arange(keys.shape[2]), jnp.arange(seq)[:, None]
-    if mask is None:
-        below = slot.astype(lengths.dtype) < lengths[:, None, None]
-        seen = below & (slot < count)
-        seen = (seen | ((slot >= count) & (slot - count <= query)))[:, None]
-    else:
-        seen = jnp.moveaxis(mask.astype(bool), 0, -1)
-    seen = jnp.broadcast_to(seen, (batch, heads, seq, keys.shape[2]))
     repeats = heads // keys.shape[1]
-    keys, values = (jnp.repeat(t, repeats, 1) for t in (keys, values))
-    used = seen.any(2)[..., None]
-    return jnp.where(used, keys, 0), jnp.where(used, values, 0), seen
+    keys, values = (jnp.repeat(x, repeats, 1) for x in (keys, values))
+    used = _seen(q, v_prior, k_active is not None, rest).any(2)[..., None]
+    return jnp.where(used, keys, 0), jnp.where(used, values, 0)
+
+
+def _seen(q, v_prior, has_new, rest):
+    """Who sees whom, `[batch, num_heads, seq, slots]`, the new tokens last."""
+    batch, heads, seq, _ = q.shape
+    count, table = rest.prior_slots, rest.table
+    total = count + seq if has_new else count
+    mask = None if rest.mask is None else jnp.moveaxis(rest.mask.astype(bool), 0, -1)
+    seen = mask
+    if rest.lengths is not None:
+        ends = rest.lengths if rest.lengths.ndim == 2 else rest.lengths[:, None]
+        slot = jnp.arange(count)
+        seen = _below(slot, rest.starts, ends)[:, None]
+        seen = jnp.broadcast_to(seen, (batch, heads, seq, count))
+        if has_new:
+            causal = jnp.tril(jnp.ones((seq, seq), bool))
+            new = causal if mask is None else mask
+            new = jnp.broadcast_to(new, (batch, heads, seq, seq))
+            seen = jnp.concatenate([seen, new], -1)
+    assert seen is not None
+    if table is not None:
+        known = jnp.repeat(_known(table, v_prior), v_prior.shape[2], 1)[:, :count]
+        known = jnp.pad(known, [(0, 0), (0, total - count)], constant_values=True)
+        seen = seen & known[:, None, None]
+    return jnp.broadcast_to(seen, (batch, heads, seq, total))
+
+
+def _below(slot, starts, ends):
+    """`[batch, seq or 1, slots]`: from start to end, going up and around."""
+    ends = ends.astype(slot.dtype)[..., None]
+    if starts is None:
+        return slot < ends
+    starts = starts.astype(slot.dtype)[..., None]
+    inside = (slot >= starts) & (slot < ends)
+    return inside | ((starts > ends) & ((slot >= starts) | (slot < ends)))

@@ -16,6 +16,7 @@ from neuronjax.kernels.attention.decode_plain import (
     attention_decode_plain,
 )
 from neuronjax.kernels.attention.decode_tiled import attention_decode_tiled_fwd
+from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.primitives.attention.decode_rules import (
     AXES,
     RULES,
@@ -233,9 +234,19 @@ def _emit_tiled(cached, lengths):
     return result
 
 
-def _emit(*cached, mask, lengths, inv_freqs, rope_pos_ids, **layout):
+def _emit(
+    *cached,
+    mask,
+    lengths,
+    inv_freqs,
+    rope_pos_ids,
+    sink=None,
+    starts=None,
+    table=None,
+    **layout,
+):
     config = dict(layout, fuse_rope=inv_freqs is not None, is_tkg=True, is_tiled=False)
-    operands = (*cached, mask, lengths, rope_pos_ids, inv_freqs)
+    operands = (*cached, mask, lengths, rope_pos_ids, inv_freqs, sink, starts, table)
     out, _, _, *k_out = attention_tkg_family(
         *operands, name="AttentionTkgFwd", **config
     )
@@ -281,7 +292,7 @@ def _tensors(tiles) -> tuple[Any, ...]:
         None if data is None else MemrefTile(data, axis).to_tensor()
         for data, axis in zip(tiles, axes, strict=True)
     ]
-    return (*tensors[:5], None, tensors[5], None, None)
+    return (*tensors[:5], None, tensors[5], *[None] * 5)
 
 
 def _emit_backward(operands, outs, cotangents, *, name, is_tiled, **config):
@@ -306,10 +317,9 @@ def _backward(operands, outs, cotangents, config):
     backward = attention_tkg_backward
     stored = (*outs, *cotangents)
     grads = iter(backward(*operands, *stored, name="AttentionTkgFwdBwd", **config))
-    floats = (0, 1, 2, 3, 4, 8)
     return tuple(
-        next(grads) if i in floats and x is not None else None
-        for i, x in enumerate(operands)
+        next(grads) if x is not None and is_differentiable(x.dtype) else None
+        for x in operands
     )
 
 
@@ -332,7 +342,7 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
         ]
         split = (2, 2, 2, 2, 2, 0)
         return Example(tuple(tiles), dict(config, is_tiled=True), split, (2, 2, 2))
-    operands: tuple[Any, ...] = (*cached, None, lengths, None, None)
+    operands: tuple[Any, ...] = (*cached, None, lengths, *[None] * 5)
     if name == "AttentionTkgFwd":
         return Example(operands, config, (0,) * 6, (0, 0, 0))
     outs = attention_decode_plain(*operands, name="AttentionTkgFwd", **config)
