@@ -1,6 +1,11 @@
 """Meshes, and what each family may split over them."""
 
 from neuronjax.sharding.attention import sharded_attention as sharded_attention
+from neuronjax.sharding.context_parallel import (
+    context_parallel_attention as context_parallel_attention,
+)
+from neuronjax.sharding.context_parallel import stride_sequence as stride_sequence
+from neuronjax.sharding.context_parallel import unstride_sequence as unstride_sequence
 from neuronjax.sharding.mesh import make_mesh as make_mesh
 from neuronjax.sharding.mlp import sharded_mlp as sharded_mlp
 from neuronjax.sharding.output_projection import (

@@ -2,18 +2,17 @@
 
 A group of query heads stays with its key head, so every device attends alone.
 
-What crosses the wire. Forward: nothing. Backward: nothing.
+What crosses the wire. Forward: nothing. Backward: nothing, but for what devices share:
+of a sink, a bias or a scale that is whole over a mesh axis one all-reduce over that
+axis adds the gradients, in the gradient's own shape.
 """
 
 from typing import Any
 
-import jax
-from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from neuronjax.primitives.attention.prefill import attention_cte
+from neuronjax.sharding.attention_operands import split_attention
 from neuronjax.sharding.mesh import require_axes
 
 
@@ -36,14 +35,21 @@ def sharded_attention(
         v: `[B, Hk, Sk, value_dim]`.
         batch: the mesh axis that splits `B`; `None` keeps it whole.
         heads: the mesh axis that splits heads; `None` keeps them whole.
-        **options: further arguments of `attention_cte`.
+        **options: further arguments of `attention_cte`, by name. Where its leading axis
+            is the heads of all sequences these have two: `k_prior` and `v_prior`
+            `[B, Hk, ..]`; `sink` `[1 or B, Hq, 1]`; `mask` and `bias`
+            `[1 or B, 1 or Hq, 1 or Sq, 1 or kv_seq]`, split along the axes that are not
+            1. `prior_used_len`, the bounds and `cp_offset` are whole everywhere. With
+            `dropout_key` every device drops by a key of its own: the key folded with
+            its index on the mesh.
 
     Returns:
         What `attention_cte` returns, batch and heads as two axes, split as
         `(batch, heads)`.
 
     Raises:
-        ValueError: the mesh lacks an axis, or the batch or the heads do not divide.
+        ValueError: the mesh lacks an axis, the batch or the heads do not divide, or a
+            sink, a mask or a bias has another shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,23 +60,7 @@ def sharded_attention(
         (1, 4, 3, 5)
     """
     require_axes("sharded_attention", mesh, batch=batch, heads=heads)
-    _require_whole(mesh, batch, "batch", q.shape[0], k.shape[0], v.shape[0])
-    _require_whole(mesh, heads, "heads", q.shape[1], k.shape[1], v.shape[1])
-
-    def local(q, k, v):
-        rows = q.shape[:2]
-        outs = attention_cte(*(lax.collapse(x, 0, 2) for x in (q, k, v)), **options)
-        return jax.tree.map(lambda x: x.reshape(*rows, *x.shape[1:]), outs)
-
-    split = P(batch, heads)
-    return jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)(q, k, v)
-
-
-def _require_whole(mesh: Mesh, axis: str | None, word: str, *sizes: int) -> None:
-    """Refuses sizes that the devices of `axis` cannot share evenly."""
-    shards = 1 if axis is None else mesh.shape[axis]
-    if any(size % shards for size in sizes):
-        raise ValueError(
-            f"sharded_attention: {word} of q, k and v must be multiples of the "
-            f"{shards} devices of {axis!r}, got {sizes}"
-        )
+    operands = dict(q=q, k=k, v=v, **options)
+    return split_attention(
+        "sharded_attention", mesh, operands, batch=batch, heads=heads
+    )
