@@ -10,10 +10,10 @@ from neuronjax.primitives.attention.backward import attention_bwd as attention_b
 from neuronjax.primitives.attention.decode import AttnTKGConfig as AttnTKGConfig
 from neuronjax.primitives.attention.decode import attention_tkg as attention_tkg
 from neuronjax.primitives.attention.prefill import attention_cte as attention_cte
-from neuronjax.primitives.attention.prefill import (
+from neuronjax.primitives.attention.statistics import (
     statistics_from_tiles as statistics_from_tiles,
 )
-from neuronjax.primitives.attention.prefill import (
+from neuronjax.primitives.attention.statistics import (
     statistics_to_tiles as statistics_to_tiles,
 )
 from neuronjax.primitives.contracts import can as can

@@ -19,7 +19,7 @@ class MacroCase:
     def __init__(self, label, dtype="float32", batch=2):
         self.label, self.name = label, label.split(" ")[0]
         self.dtype, self.batch = dtype, batch
-        self.family = registry.resolve_family(self.name)
+        self.family = registry.family_of(label)
         example = self.family.example(label, jnp.dtype(dtype), batch)
         self.flat, self.tree = jax.tree.flatten(example.operands)
         self.config = dict(example.config)

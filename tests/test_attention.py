@@ -15,6 +15,7 @@ from neuronjax.emit import (
     attention_prefix_caching_fwd_kernel,
     backwards_attention_kernel,
 )
+from neuronjax.kernels.attention.options import Extras
 from neuronjax.primitives import registry
 from neuronjax.sharding.attention import sharded_attention
 from neuronjax.sharding.mesh import make_mesh
@@ -364,7 +365,7 @@ def test_the_config_bag_takes_no_arrays():
     """R-44: the message names the argument."""
     family = registry.resolve_family(CAUSAL)
     with pytest.raises(ValueError, match=f"{CAUSAL}: scale must be a hashable"):
-        family(*_draw(2, 2), None, name=CAUSAL, scale=np.ones(2))
+        family(*_draw(2, 2), Extras(), name=CAUSAL, scale=np.ones(2))
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -440,7 +441,7 @@ def test_a_tiled_leaf_keeps_its_operands_tiled():
     config = dict(scale=1.0, is_causal=True, is_tiled=True)
     config |= dict(tp_q=True, tp_k=False, tp_out=False)
     leaf = functools.partial(family.leaf, name="TiledNativeKernelAttention", **config)
-    jaxpr = jax.make_jaxpr(leaf)(q.data, k.data, v.data, None)
+    jaxpr = jax.make_jaxpr(leaf)(q.data, k.data, v.data, Extras())
     whole = {tuple(sorted(x.shape)) for x in (q, k, v)}
     for equation in jaxpr.eqns:
         if any(x is y for x in equation.invars for y in jaxpr.jaxpr.invars):
@@ -468,26 +469,6 @@ def test_tiles_refuse_what_they_cannot_do():
         jax.eval_shape(neuronjax.attention_cte, *_tiles(*rows))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("sink", jnp.zeros((6, 1))),
-        ("sliding_window", 8),
-        ("k_prior", jnp.zeros((2, 8, 4))),
-        ("prior_used_len", jnp.zeros(1, jnp.int32)),
-        ("cp_offset", jnp.zeros((1, 1), jnp.int32)),
-        ("global_cp_deg", 4),
-        ("cp_strided_q_slicing", True),
-        ("bound_min", jnp.zeros((3, 1))),
-    ],
-)
-def test_an_option_that_is_not_built_refuses(option, value):
-    """R-27."""
-    q, k, v = _draw(3, 3)
-    with pytest.raises(NotImplementedError, match=f"attention_cte: {option} = "):
-        neuronjax.attention_cte(q, k.mT, v, **{option: value})
-
-
 @pytest.mark.parametrize("window", [None, 0])
 def test_no_window_is_no_window(window):
     """R-04: 0 and None."""
@@ -496,12 +477,33 @@ def test_no_window_is_no_window(window):
     np.testing.assert_array_equal(got, neuronjax.attention_cte(q, k.mT, v))
 
 
-def test_prefix_caching_is_keyed_by_name():
-    message = "Prefix caching is not implemented for this kernel name Nonsense"
+@pytest.mark.parametrize("name", ["Nonsense", "AttentionMMSoftmaxMM"])
+def test_prefix_caching_is_keyed_by_name(name):
+    """R-27."""
+    q, k, v = _draw(3, 4)
+    operands = q.mT, k.mT, v, k.mT, v
+    message = f"Prefix caching is not implemented for this kernel name {name}"
+    with pytest.raises(ValueError) as refusal:
+        attention_prefix_caching_fwd_kernel(*operands, kernel_name=name)
+    assert message in str(refusal.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("option", "emitter"),
+    [
+        ("k_active", "attention_tkg_fwd_kernel"),
+        ("v_active", "attention_tkg_fwd_kernel"),
+        ("rope_pos_ids", "attention_tkg_fwd_kernel"),
+        ("k_prior", "attention_prefix_caching_fwd_kernel"),
+        ("prefix_mask", "attention_prefix_caching_fwd_kernel"),
+    ],
+)
+def test_an_operand_of_another_emitter_is_refused_with_its_name(option, emitter):
+    """R-27."""
+    q, k, v = _draw(3, 3)
+    message = f"attention_kernel: {option} is an operand of {emitter}, not of this one"
     with pytest.raises(ValueError, match=message):
-        attention_prefix_caching_fwd_kernel(kernel_name="Nonsense")
-    with pytest.raises(NotImplementedError, match="with a prefix is not built yet"):
-        attention_prefix_caching_fwd_kernel(kernel_name=CAUSAL)
+        attention_kernel(q, k.mT, v, tp_q=True, **{option: jnp.zeros(1)})
 
 
 def test_hints_change_no_value_and_a_destination_gives_its_dtype():

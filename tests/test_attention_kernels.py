@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from neuronjax.kernels.attention.backward import attention_bwd
+from neuronjax.kernels.attention.options import Extras
 from neuronjax.kernels.attention.plain import attention_bwd_plain, attention_plain
 from neuronjax.kernels.attention.prefill import attention_fwd
 from neuronjax.kernels.attention.tiled import attention_tiled_fwd
@@ -47,16 +48,17 @@ def _mask(kind, heads, q_seq, kv_seq):
 
 @functools.partial(jax.jit, static_argnames=("causal", "scale", "block", "static"))
 def _forward(q, k, v, mask, causal, scale=0.5, block=8, static=False):
-    settings = dict(LAYOUT, scale=scale, block=block, static=static)
-    return attention_fwd(q, k, v, mask, name=NAMES[causal], **settings)
+    settings = dict(LAYOUT, scale=scale, block=block, static=static, is_causal=causal)
+    return attention_fwd(q, k, v, Extras(mask=mask), name=NAMES[causal], **settings)
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "scale", "block", "static"))
 def _backward(operands, outs, cotangents, causal, scale=0.5, block=8, static=False):
     settings = dict(LAYOUT, scale=scale, block=block, static=static, is_causal=causal)
-    return attention_bwd(
-        *operands, *outs, *cotangents, name="BackwardsAttention", **settings
-    )
+    *rows, mask = operands
+    stored = *outs, *cotangents
+    name = "BackwardsAttention"
+    return attention_bwd(*rows, Extras(mask=mask), *stored, name=name, **settings)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -194,14 +196,15 @@ def test_the_plain_leaves_follow_the_equations(causal):
     q, k, v = _draw(7, 9)
     mask = _mask("full", 4, 7, 9)
     seen = visible(7, 9, causal, mask, heads=4)
-    settings = dict(LAYOUT, scale=0.5)
-    outs = attention_plain(q, k, v, mask, name=NAMES[causal], **settings)
+    settings = dict(LAYOUT, scale=0.5, is_causal=causal)
+    extras = Extras(mask=mask)
+    outs = attention_plain(q, k, v, extras, name=NAMES[causal], **settings)
     for got, wanted in zip(outs, attend(q, k, v, seen, 0.5)[:3], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
     d_out = jnp.cos(outs[0])
     rows = (*outs, d_out, None, None)
-    settings |= dict(name="BackwardsAttention", is_causal=causal)
-    grads = attention_bwd_plain(q, k, v, mask, *rows, **settings)
+    settings |= dict(name="BackwardsAttention")
+    grads = attention_bwd_plain(q, k, v, extras, *rows, **settings)
     for got, wanted in zip(grads, gradients(q, k, v, seen, d_out, 0.5), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 

@@ -87,6 +87,8 @@ class MacroFamily:
         example: `example(name, dtype, batch)` gives an `Example`.
         variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
             forms.
+        keyed: its NAMEs belong to another family, and this one has an emitter of its
+            own that is told a NAME.
         refuses: transformation -> why this family refuses it.
         no_derivative: why its outputs have no derivative; differentiating refuses so.
 
@@ -106,13 +108,14 @@ class MacroFamily:
         static: Callable[..., tuple] | None = None,
         guard: Sequence[str] = (),
         variants: Sequence[str] = (),
+        keyed: bool = False,
         refuses: Mapping[str, str] | None = None,
         no_derivative: str | None = None,
     ):
         self.family, self.names, self.guard = family, tuple(names), guard or names
         self.leaf, self.static, self.plain = leaf, static or leaf, plain
         self.outputs, self.backward = outputs, backward
-        self.example, self.variants = example, tuple(variants)
+        self.example, self.variants, self.keyed = example, tuple(variants), keyed
         self.refuses = dict(refuses or {})
         self.no_derivative = no_derivative
         if no_derivative is not None:

@@ -52,6 +52,7 @@ _SOURCE = [
     Entry("AttentionTkgFwd", "attention", "generic", "attention_tkg_fwd_kernel", None),
     Entry("BackwardsAttention", "attention", "bespoke", "backwards_attention_kernel"),
     Entry("AttentionTkgFwdBwd", "attention", "generic"),
+    Entry("AttentionBlockTkgBwd", "attention", "generic"),
     Entry("MLP", "mlp", "bespoke", "mlp_kernel"),
     Entry("TiledNativeKernelMLP", "mlp", "bespoke", "mlp_kernel", True),
     Entry("QKV", "qkv", "bespoke", "qkv_kernel"),
@@ -149,6 +150,7 @@ PREFIX_CACHING_NAMES = (
 
 FAMILIES: dict[str, MacroFamily] = {}
 _BUILT: dict[str, MacroFamily] = {}
+_VARIANTS: dict[str, MacroFamily] = {}
 
 
 def declare(family: MacroFamily) -> None:
@@ -156,7 +158,9 @@ def declare(family: MacroFamily) -> None:
     for name in family.names:
         if name not in CATALOG:
             raise KeyError(f"{family.family} declares {name}, which the catalog lacks")
-        _BUILT[name] = family
+        if not family.keyed:
+            _BUILT[name] = family
+    _VARIANTS.update(dict.fromkeys(family.variants, family))
     FAMILIES[family.family] = family
 
 
@@ -167,8 +171,12 @@ def is_built(name: str) -> bool:
 
 def examples() -> list[str]:
     """The label of every example: each built NAME, and the variants of families."""
-    variants = [v for family in FAMILIES.values() for v in family.variants]
-    return sorted([*_BUILT, *variants])
+    return sorted([*_BUILT, *_VARIANTS])
+
+
+def family_of(label: str) -> MacroFamily:
+    """The family of an example: one NAME may have forms in two families."""
+    return _VARIANTS[label] if label in _VARIANTS else resolve_family(label)
 
 
 def resolve_kernel_config(name: str) -> Entry:

@@ -47,7 +47,7 @@ TRANSFORMATIONS = (
 def transformations_page() -> str:
     """The table macro x transformation, from what the families declare."""
     names = registry.examples()
-    families = {name: registry.resolve_family(name.split(" ")[0]) for name in names}
+    families = {name: registry.family_of(name) for name in names}
     lines = [
         "# Transformations",
         "",

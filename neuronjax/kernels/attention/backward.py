@@ -6,69 +6,37 @@ orientations: then no product transposes a block of scores. On XLA:CPU that is 0
 the time of the form with one orientation (8 heads of 64, 2048 positions, float32).
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from neuronjax.kernels.attention.backward_block import Row, Totals, block_gradients
 from neuronjax.kernels.attention.blocks import (
     Folded,
-    Mask,
-    Plan,
-    clean,
     cut,
     grouped,
     like,
-    make_plan,
     pad_rows,
-    prepare_mask,
-    product,
     rows_first,
     unblock,
     unseen,
-    visit,
 )
+from neuronjax.kernels.attention.dropout import block_weights
+from neuronjax.kernels.attention.options import Extras, Options
+from neuronjax.kernels.attention.segments import Rows, Segment, cut_rows, make_segments
 from neuronjax.kernels.dtypes import accumulator
 
 Statistic = Float[Array, "heads q_seq 1"]
-
-
-class Rows(NamedTuple):
-    """What the backward reads of each query row, `[kv_heads, group, rows, ..]`.
-
-    `log_weight` is `neg_max + log(recip)`; `shift` is what the backward of a softmax
-    subtracts from `dP`; `tie` is the cotangent of the score that is a row's maximum,
-    None where nothing used it.
-    """
-
-    q: jax.Array
-    d_out: jax.Array | None
-    log_weight: jax.Array
-    shift: jax.Array
-    tie: jax.Array | None
-
-
-class Factor(NamedTuple):
-    """A factor of the block products in both orientations, so that none transposes.
-
-    `rows` is `[kv_heads, group, rows, width]`, `columns` `[kv_heads, width, group,
-    rows]`. `poison` is None, or NaN for each row that had a non-finite entry, which was
-    zeroed.
-    """
-
-    rows: jax.Array
-    columns: jax.Array
-    poison: jax.Array | None = None
 
 
 def attention_bwd(
     q: Folded,
     k: Folded,
     v: Folded,
-    mask: Mask | None,
+    extras: Extras,
     out: Folded,
     neg_max: Statistic,
     recip: Statistic,
@@ -77,60 +45,70 @@ def attention_bwd(
     d_recip: Statistic | None,
     *,
     name: str,
-    scale: float,
-    is_causal: bool,
     tp_q: bool,
     tp_k: bool,
     tp_out: bool,
     static: bool = False,
     block: int = 256,
-    **_hints: object,
-) -> tuple[Folded, Folded, Folded]:
-    """Returns `(dq, dk, dv)`, each laid out as its operand.
+    **config: object,
+) -> tuple[Array, ...]:
+    """Returns the gradients of the float operands that are there, in their order.
 
-    `p = exp(z + neg_max) * recip` comes from the stored statistics and
-    `dz = p * (d_out v^T - rowsum(d_out * out))`; dk and dv are float32 sums over a
-    group's query heads. The cotangents of `neg_max` and `recip` count with the true
-    derivative of a maximum, shared evenly by ties; where both are None the pass that
-    finds the ties is skipped, and without `d_out` so are its products.
+    Each is laid out as its operand. `p = exp(z + neg_max) * recip` comes from the
+    stored statistics and `dz = p * (d_out v^T - rowsum(d_out * out))`; dk and dv are
+    float32 sums over a group's query heads, the bias's gradient over the axes on which
+    it has size 1, the sink's over the rows. The cotangents of `neg_max` and `recip`
+    count with the true derivative of a maximum, shared evenly by ties; where both are
+    None the pass that finds the ties is skipped, and without `d_out` so are its
+    products. `config` holds the fields of `Options`.
     """
-    plan = make_plan(is_causal, q.shape[-2 if tp_q else -1], v.shape[-2], block)
-    q, k, out = rows_first(q, tp_q), rows_first(k, tp_k), rows_first(out, not tp_out)
+    options, rows = Options.of(config), cut_rows(q.shape[-2 if tp_q else -1], block)
+    segments = make_segments(rows, k, v, extras, options, block, tp_k)
+    acc, dtype, heads = accumulator(q.dtype), q.dtype, k.shape[0]
+    q, out = rows_first(q, tp_q), rows_first(out, not tp_out)
     if d_out is not None:
-        d_out = rows_first(d_out.astype(q.dtype), not tp_out)
-    acc = accumulator(q.dtype)
-    shift, tie = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
-    # A padded row weighs nothing: its weight is far below any exponent's range.
-    log_weight: Any = neg_max + jnp.log(recip)
-    log_weight = _rows(log_weight, k, plan, fill=unseen(acc))[..., 0]
-    terms: list[Any] = [
-        None if x is None else _rows(x, k, plan)[..., 0] for x in (shift, tie)
-    ]
-    d_out = None if d_out is None else _rows(d_out, k, plan)
-    whole = Rows(_rows(q, k, plan), d_out, log_weight, *terms)
-    keys, values = (pad_rows(x[:, : plan.kv_seq], plan.kv_block) for x in (k, v))
-    sweep = functools.partial(_query_block, plan, keys, values, scale, static)
-    mask = prepare_mask(mask, plan, k.shape[0])
+        d_out = rows_first(d_out.astype(dtype), not tp_out)
+    pulled = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
+    whole = _whole_rows(q, d_out, neg_max + jnp.log(recip), pulled, heads, rows)
+    sink = None if extras.sink is None else grouped(extras.sink.astype(acc), heads)
+    settings: dict[str, Any] = dict(options=options, static=static)
+    settings["weights"] = block_weights(extras, options, whole.q.shape[:2])
 
-    def query_block(totals, i):
-        row = jax.tree.map(lambda x: cut(x, i, plan.q_block, 2), whole)
-        dq, *totals = sweep(row, mask, i, *totals)
-        return tuple(totals), dq
+    def query_block(sums, i):
+        row = jax.tree.map(lambda x: cut(x, i, rows.block, 2), whole)
+        return block_gradients(segments, i, row, sink, *sums, **settings)
 
-    zeros = tuple(like(jnp.zeros_like(x, acc), x, q) for x in (keys, values))
+    start = [_zeros(segment, acc, whole.q) for segment in segments]
+    d_sink = None if sink is None else jnp.zeros_like(whole.log_weight[..., 0])
     query_block = jax.checkpoint(query_block) if static else query_block
-    (dk, dv), dq = lax.scan(query_block, zeros, jnp.arange(plan.q_blocks))
-    dq, dk, dv = unblock(dq, plan.q_seq), _fill(dk, k, plan), _fill(dv, v, plan)
-    dq, dk, dv = (x.astype(q.dtype) for x in (dq * scale, dk * scale, dv))
-    return dq if tp_q else dq.mT, dk if tp_k else dk.mT, dv
+    numbers = jnp.arange(rows.blocks, dtype=jnp.int32)
+    (totals, d_sink), dq = lax.scan(query_block, (start, d_sink), numbers)
+    dq = (unblock(dq, rows.seq) * options.scale).astype(dtype)
+    grads = [dq if tp_q else dq.mT]
+    grads += _key_gradients(segments[-1], totals[-1], options.scale, tp_k)
+    if extras.bias is not None:
+        grads.append(_bias_gradient(extras.bias, segments, totals, rows))
+    if extras.sink is not None:
+        grads.append(d_sink.reshape(extras.sink.shape).astype(extras.sink.dtype))
+    if extras.k_prior is not None:
+        grads += _key_gradients(segments[0], totals[0], options.scale, tp_k)
+    return tuple(grads)
 
 
-def _rows(x: jax.Array, k: jax.Array, plan: Plan, fill: float = 0) -> jax.Array:
-    """`[heads, q_seq, width]` to `[kv_heads, group, whole blocks, width]`."""
-    x = pad_rows(grouped(x, k.shape[0]), plan.q_block)
-    if fill and x.shape[2] > plan.q_seq:
-        return jnp.where(jnp.arange(x.shape[2])[:, None] < plan.q_seq, x, fill)
-    return x
+def _whole_rows(q, d_out, log_weight, pulled: tuple, heads, rows: Rows) -> Row:
+    """The rows of every block, padded."""
+
+    def spread(x, fill: float = 0) -> Any:
+        x = pad_rows(grouped(x, heads), rows.block)
+        if fill and x.shape[2] > rows.seq:
+            return jnp.where(jnp.arange(x.shape[2])[:, None] < rows.seq, x, fill)
+        return x
+
+    # A padded row weighs nothing: its weight is far below any exponent's range.
+    log_weight = spread(log_weight, unseen(log_weight.dtype))[..., 0]
+    d_out = None if d_out is None else spread(d_out)
+    terms: Any = (x if x is None else spread(x)[..., 0] for x in pulled)
+    return Row(spread(q), d_out, log_weight, *terms)
 
 
 def _row_terms(out, recip, d_out, d_neg_max, d_recip, acc) -> tuple[Any, Any]:
@@ -148,98 +126,39 @@ def _row_terms(out, recip, d_out, d_neg_max, d_recip, acc) -> tuple[Any, Any]:
     return shift + pull, pull - (0 if d_neg_max is None else d_neg_max)
 
 
-def _fill(total: jax.Array, x: jax.Array, plan: Plan) -> jax.Array:
-    """Cuts the padding off, and adds the zeros of keys that no row can see."""
-    total = total[:, : plan.kv_seq]
-    return jnp.pad(total, [(0, 0), (0, x.shape[1] - plan.kv_seq), (0, 0)])
+def _zeros(segment: Segment, acc: jnp.dtype, *others: jax.Array) -> Totals:
+    """Varying over every mesh axis that an operand varies over."""
+
+    def zeros(x: jax.Array) -> jax.Array:
+        return like(jnp.zeros_like(x, acc), x, *others)
+
+    bias = None if segment.bias is None else zeros(segment.bias)
+    return Totals(zeros(segment.key), zeros(segment.value), bias)
 
 
-def _factor(x: jax.Array, guarded: bool, acc: jnp.dtype) -> Factor:
-    x, poison = clean(x, acc) if guarded else (x, None)
-    return Factor(x, jnp.moveaxis(x, -1, 1), poison)
+def _key_gradients(segment: Segment, total: Totals, scale: float, tp_k: bool):
+    """Those of keys and values: the padding cut off, zeros where no row can see."""
+
+    def fill(x):
+        rest = segment.size - segment.reach
+        return jnp.pad(x[:, : segment.reach], [(0, 0), (0, rest), (0, 0)])
+
+    dk = fill(total.key * scale).astype(segment.key.dtype)
+    return [dk if tp_k else dk.mT, fill(total.value).astype(segment.value.dtype)]
 
 
-def _query_block(plan, keys, values, scale, static, row, mask, i, dk, dv):
-    """Adds one query block to `dk` and `dv`; returns its `dq` before them."""
-    acc = dk.dtype
-    sweep = functools.partial(visit, plan, mask, i, static=static)
-    # One set for the blocks that every row sees whole, one for the others.
-    factors: dict[bool, Any] = {
-        guarded: tuple(
-            None if x is None else _factor(x, guarded, acc) for x in (row.q, row.d_out)
-        )
-        for guarded in (False, True)
-    }
-
-    def parts(j, seen):
-        k, v = (cut(x, j, plan.kv_block)[:, None] for x in (keys, values))
-        k, v = (_factor(x, seen is not None, acc) for x in (k, v))
-        seen = None if seen is None else jnp.moveaxis(seen, -1, 1)
-        q, d_out = factors[seen is not None]
-        return q, d_out, k, v, seen, _scores(q, k, seen, scale, acc)
-
-    def find(j, carry, seen):
-        return _fold_ties(lax.stop_gradient(parts(j, seen)[-1]), *carry)
-
-    zero = like(jnp.zeros_like(factors[False][0].columns, acc), row.q)
-    shares = None
-    if row.tie is not None:
-        start = zero[:, 0]
-        top, ties = sweep(find, (start + unseen(acc) / 2, start))
-        shares = top, row.tie / jnp.maximum(ties, 1)
-
-    def fold(j, carry, seen):
-        dq, *totals = carry
-        dq_part, *updates = _gradients(row, *parts(j, seen), shares)
-        at = j * plan.kv_block
-        for n, (total, update) in enumerate(zip(totals, updates, strict=True)):
-            if update is not None:
-                update += cut(total, j, plan.kv_block)
-                totals[n] = lax.dynamic_update_slice_in_dim(total, update, at, 1)
-        return dq + dq_part, *totals
-
-    dq, dk, dv = sweep(fold, (zero, dk, dv))
-    return jnp.moveaxis(dq, 1, -1), dk, dv
-
-
-def _scores(q: Factor, k: Factor, seen, scale, acc):
-    """`scale * k q^T`, `[kv_heads, keys, group, rows]`; the sentinel where unseen."""
-    z = product("nkd,ndgq->nkgq", k.rows[:, 0], q.columns, acc) * scale
-    if seen is None:
-        return z
-    z = z + q.poison[:, None] + k.poison[:, 0, :, None, None]
-    return jnp.where(seen, z, unseen(acc))
-
-
-def _fold_ties(z: jax.Array, top: jax.Array, ties: jax.Array):
-    """The running max of each row and how many scores share it."""
-    new = jnp.maximum(top, z.max(1))
-    equal = (z == new[:, None]).sum(1, dtype=ties.dtype)
-    return new, jnp.where(new == top, ties, 0) + equal
-
-
-def _gradients(row: Rows, q, d_out, k, v, seen, z, shares):
-    """What a block of keys adds: `dq^T` and `dk` without the scale, and `dv`."""
-    acc, low = z.dtype, q.rows.dtype
-    p, dp, dv = _weights(row, z, seen), 0.0, None
-    if d_out is not None:
-        weights = p
-        dp = product("nkd,ndgq->nkgq", v.rows[:, 0], d_out.columns, acc)
-        if seen is not None:
-            dp = dp + v.poison[:, 0, :, None, None] + d_out.poison[:, None]
-            weights = jnp.where(seen, p + d_out.poison[:, None], 0)
-        dv = product("nkgq,ngqd->nkd", weights.astype(low), d_out.rows, acc)
-    dz = p * (dp - row.shift[:, None])
-    dz = dz if seen is None else jnp.where(seen, dz, 0)
-    if shares is not None:
-        top, share = shares
-        dz = dz + jnp.where(z == top[:, None], share[:, None], 0)
-    dz = dz.astype(low)
-    dq = product("ndk,nkgq->ndgq", k.columns[:, :, 0], dz, acc)
-    return dq, product("nkgq,ngqd->nkd", dz, q.rows, acc), dv
-
-
-def _weights(row: Rows, z, seen):
-    """The softmax from its stored statistics; unseen scores give exactly 0."""
-    z = z + row.log_weight[:, None]
-    return jnp.exp(z if seen is None else jnp.where(seen, z, unseen(z.dtype)))
+def _bias_gradient(bias: jax.Array, segments, totals, rows: Rows) -> jax.Array:
+    """Over all columns, in the shape and dtype of the bias."""
+    parts = []
+    for segment, total in zip(segments, totals, strict=True):
+        part = lax.collapse(total.bias, 0, 2)
+        part = part if bias.shape[1] == 1 else part[:, : rows.seq]
+        if bias.shape[2] > 1:
+            part = part[..., : segment.reach]
+            rest = segment.size - segment.reach
+            part = jnp.pad(part, [(0, 0), (0, 0), (0, rest)])
+        parts.append(part)
+    whole = (
+        sum(parts[1:], parts[0]) if bias.shape[2] == 1 else jnp.concatenate(parts, 2)
+    )
+    return whole.astype(bias.dtype)

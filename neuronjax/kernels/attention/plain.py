@@ -1,43 +1,64 @@
-"""Prefill attention and its backward in plain jax.numpy: all scores at once."""
+"""Prefill attention and its backward in plain jax.numpy: all scores at once.
+
+The prior and the keys are joined into one array of columns, and who sees whom is
+written as one comparison of positions.
+"""
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from neuronjax.kernels.attention.blocks import clean, grouped, product, unseen
+from neuronjax.kernels.attention.dropout import kept_weights
+from neuronjax.kernels.attention.options import Extras, Options
+from neuronjax.kernels.attention.prefill import capped, rounded
 from neuronjax.kernels.dtypes import accumulator
+
+
+class _Call(NamedTuple):
+    """Everything with one axis of columns; `slope` is the soft cap's derivative."""
+
+    q: Array
+    key: Array
+    value: Array
+    z: Array
+    slope: Array
+    seen: Array
+    drop: Any
+    sink: Any
 
 
 def attention_plain(
     q: Array,
     k: Array,
     v: Array,
-    mask: Array | None,
+    extras: Extras,
     *,
     name: str,
-    scale: float,
     tp_q: bool,
     tp_k: bool,
     tp_out: bool,
-    **_hints: object,
+    **config: object,
 ) -> tuple[Array, Array, Array]:
     """The same as `attention_fwd`."""
-    acc = accumulator(q.dtype)
-    q, k = q if tp_q else q.mT, k if tp_k else k.mT
-    heads = q.shape[0]
-    q = grouped(q, k.shape[0])
-    z, seen = _scores(q, k, mask, "Causal" in name, scale, acc)
+    options, acc = Options.of(config), accumulator(q.dtype)
+    call = _prepare(q, k, v, extras, options, tp_q, tp_k)
+    z, seen = _with_sink(call)
     any_seen = seen.any(-1, keepdims=True)
     top = jnp.where(any_seen, z.max(-1, keepdims=True), 0)
     e = jnp.where(seen, jnp.exp(jnp.where(seen, z - top, 0)), 0)
+    e = rounded(e, options.softmax_dtype)
     total = jnp.where(any_seen, e.sum(-1, keepdims=True), 1)
-    v, poison = clean(v, acc)
-    out = product("ngqk,nkd->ngqd", (e / total).astype(v.dtype), v, acc)
+    weights = (e / total)[..., : call.z.shape[-1]] * call.drop
+    v, poison = clean(call.value, acc)
+    out = product("ngqk,nkd->ngqd", weights.astype(v.dtype), v, acc)
+    seen = call.seen
     out = out + jnp.where(seen, poison[:, None, None], 0).sum(-1, keepdims=True)
     out = jnp.where(any_seen, out, 0).astype(q.dtype)
-    out, neg_max, recip = (
-        x.reshape(heads, *x.shape[2:])
-        for x in (out, jnp.where(any_seen, -top, jnp.inf), 1 / total)
-    )
+    outs = out, jnp.where(any_seen, -top, jnp.inf), 1 / total
+    out, neg_max, recip = (lax.collapse(x, 0, 2) for x in outs)
     return out.mT if tp_out else out, neg_max, recip
 
 
@@ -45,7 +66,7 @@ def attention_bwd_plain(
     q: Array,
     k: Array,
     v: Array,
-    mask: Array | None,
+    extras: Extras,
     out: Array,
     neg_max: Array,
     recip: Array,
@@ -54,52 +75,125 @@ def attention_bwd_plain(
     d_recip: Array | None,
     *,
     name: str,
-    scale: float,
-    is_causal: bool,
     tp_q: bool,
     tp_k: bool,
     tp_out: bool,
-    **_hints: object,
-) -> tuple[Array, Array, Array]:
+    **config: object,
+) -> tuple[Array, ...]:
     """The same as `attention_bwd`, from the same stored statistics."""
-    acc, dtype = accumulator(q.dtype), q.dtype
-    q, k = q if tp_q else q.mT, k if tp_k else k.mT
+    options, acc, dtype = Options.of(config), accumulator(q.dtype), q.dtype
+    call = _prepare(q, k, v, extras, options, tp_q, tp_k)
     out = out.mT if tp_out else out
     d_out = jnp.zeros_like(out) if d_out is None else d_out.mT if tp_out else d_out
     d_neg_max, d_recip = (
         jnp.zeros_like(recip) if d is None else d for d in (d_neg_max, d_recip)
     )
-    rows = (q, out, neg_max, recip, d_out, d_neg_max, d_recip)
-    q, out, neg_max, recip, d_out, d_neg_max, d_recip = (
+    rows = (out, neg_max, recip, d_out, d_neg_max, d_recip)
+    out, neg_max, recip, d_out, d_neg_max, d_recip = (
         grouped(x, k.shape[0]) for x in rows
     )
-    z, seen = _scores(q, k, mask, is_causal, scale, acc)
-    p = jnp.exp(jnp.where(seen, z + neg_max, unseen(acc))) * recip
-    p = jnp.where(seen, p, 0)
-    dp = product("ngqd,nkd->ngqk", d_out, v, acc)
+    z, seen = _with_sink(call)
+    blank = neg_max == jnp.inf
+    p = jnp.exp(jnp.where(seen & ~blank, z + jnp.where(blank, 0, neg_max), unseen(acc)))
+    p = jnp.where(seen, p * recip, 0)
+    dp = product("ngqd,nkd->ngqk", d_out, call.value, acc) * call.drop
+    dp = jnp.pad(dp, [(0, 0)] * 3 + [(0, z.shape[-1] - dp.shape[-1])])
     delta = (d_out.astype(acc) * out.astype(acc)).sum(-1, keepdims=True)
     dz = jnp.where(seen, p * (dp - delta - d_recip * recip), 0)
     tied = seen & (z == z.max(-1, keepdims=True))
     ties = jnp.maximum(tied.sum(-1, keepdims=True, dtype=acc), 1)
     dz = dz + jnp.where(tied, (d_recip * recip - d_neg_max) / ties, 0)
-    dz = (dz * scale).astype(dtype)
-    dq = product("ngqk,nkd->ngqd", dz, clean(k, acc)[0], acc)
-    dk = product("ngqk,ngqd->nkd", dz, clean(q, acc)[0], acc)
+    count = call.z.shape[-1]
+    d_sink, dz, p = dz[..., count:], dz[..., :count], p[..., :count] * call.drop
     dv = product("ngqk,ngqd->nkd", p.astype(dtype), d_out, acc)
-    dq, dk, dv = (x.astype(dtype) for x in (dq.reshape(-1, *q.shape[2:]), dk, dv))
-    return dq if tp_q else dq.mT, dk if tp_k else dk.mT, dv
+    bias = _bias_gradient(dz, extras.bias)
+    dz = (dz * call.slope * options.scale).astype(dtype)
+    dq = product("ngqk,nkd->ngqd", dz, clean(call.key, acc)[0], acc)
+    dk = product("ngqk,ngqd->nkd", dz, clean(call.q, acc)[0], acc)
+    dq, dk, dv = (x.astype(dtype) for x in (lax.collapse(dq, 0, 2), dk, dv))
+    prior = count - v.shape[1]
+    keys = [x if tp_k else x.mT for x in (dk[:, :prior], dk[:, prior:])]
+    grads = [dq if tp_q else dq.mT, keys[1], dv[:, prior:], *bias]
+    if extras.sink is not None:
+        grads.append(d_sink.sum(2).reshape(extras.sink.shape).astype(extras.sink.dtype))
+    return (*grads, *([keys[0], dv[:, :prior]] if prior else []))
 
 
-def _scores(q, k, mask, causal, scale, acc):
-    """The scaled scores, a sentinel where unseen, and who sees whom: `[n, g, q, k]`."""
-    (q, q_poison), (k, k_poison) = clean(q, acc), clean(k, acc)
-    z = product("ngqd,nkd->ngqk", q, k, acc) * scale
-    z = z + q_poison[..., None] + k_poison[:, None, None]
-    seen = jnp.ones(z.shape[2:], bool)
-    seen = (jnp.tril(seen) if causal else seen)[None, None]
-    if mask is not None:
-        mask = mask.astype(bool)
-        shared = mask.shape[0] == 1
-        seen = seen & (mask[None] if shared else grouped(mask, k.shape[0]))
+def _prepare(q, k, v, extras: Extras, options: Options, tp_q, tp_k) -> _Call:
+    """The scaled and biased scores, a sentinel where unseen: `[n, g, q, kv]`."""
+    acc = accumulator(q.dtype)
+    q, k = q if tp_q else q.mT, k if tp_k else k.mT
+    q, prior = grouped(q, k.shape[0]), 0
+    if extras.k_prior is not None and extras.v_prior is not None:
+        k_prior = extras.k_prior if tp_k else extras.k_prior.mT
+        k = jnp.concatenate([k_prior, k], 1)
+        v = jnp.concatenate([extras.v_prior, v], 1)
+        prior = k_prior.shape[1]
+    (rows, q_poison), (key, k_poison) = clean(q, acc), clean(k, acc)
+    z = product("ngqd,nkd->ngqk", rows, key, acc)
+    z = rounded(z, options.mm_out_dtype) * options.scale
+    slope = jnp.ones_like(z)
+    if options.soft_cap:
+        slope = 1 - jnp.tanh(z / options.soft_cap) ** 2
+    z = capped(z, options.soft_cap) + q_poison[..., None] + k_poison[:, None, None]
+    seen = _visible(q.shape[2], k.shape[1], prior, extras, options)
+    mask = _spread(extras.mask, k.shape[0])
+    seen = seen if mask is None else seen & mask
+    bias = _spread(extras.bias, k.shape[0])
+    if bias is not None:
+        seen = seen & (bias != -jnp.inf)
+        z = z + jnp.where(bias == -jnp.inf, 0, bias).astype(acc)
     seen = jnp.broadcast_to(seen, z.shape)
-    return jnp.where(seen, z, unseen(acc)), seen
+    sink = None if extras.sink is None else grouped(extras.sink.astype(acc), k.shape[0])
+    drop = _drop(extras, options, z.shape)
+    return _Call(q, k, v, jnp.where(seen, z, unseen(acc)), slope, seen, drop, sink)
+
+
+def _visible(q_seq, kv_seq, prior, extras: Extras, options: Options):
+    """Which column each row sees, `[1, 1, q_seq, kv_seq]`, by position."""
+    row = extras.positions(jnp.arange(q_seq, dtype=jnp.int32), options)[:, None]
+    column = jnp.arange(kv_seq, dtype=jnp.int32)
+    used = 0 if extras.used is None else extras.used
+    position = jnp.where(column < prior, column - used, column - prior)
+    seen = (column >= prior) | (column < used)
+    seen = jnp.broadcast_to(seen, (q_seq, kv_seq))
+    if options.is_causal:
+        seen &= position <= row
+    if options.window:
+        seen &= position > row - options.window
+    if extras.bound_min is not None and extras.bound_max is not None:
+        seen &= column >= extras.bound_min[:, None]
+        seen &= column < extras.bound_max[:, None]
+    return seen[None, None]
+
+
+def _spread(x, num_kv_heads):
+    if x is None:
+        return None
+    return x[None] if x.shape[0] == 1 else grouped(x, num_kv_heads)
+
+
+def _drop(extras: Extras, options: Options, shape):
+    if extras.key is None:
+        return 1
+    numbers = [jnp.arange(n, dtype=jnp.int32) for n in shape[2:]]
+    rows = extras.positions(numbers[0], options)
+    return kept_weights(extras.key, options, shape[:2], rows, numbers[1])
+
+
+def _with_sink(call: _Call):
+    """Scores and visibility with the sink's column."""
+    if call.sink is None:
+        return call.z, call.seen
+    column = jnp.broadcast_to(call.sink[..., None], (*call.z.shape[:3], 1))
+    shown = jnp.broadcast_to(column != -jnp.inf, column.shape)
+    z = jnp.concatenate([call.z, jnp.maximum(column, unseen(column.dtype))], -1)
+    return z, jnp.concatenate([call.seen, shown], -1)
+
+
+def _bias_gradient(dz, bias):
+    if bias is None:
+        return []
+    whole = lax.collapse(dz, 0, 2)
+    summed = tuple(axis for axis in range(3) if bias.shape[axis] == 1)
+    return [whole.sum(summed, keepdims=True).astype(bias.dtype)]

@@ -4,6 +4,8 @@ Dao et al. 2022, FlashAttention, algorithm 1, https://arxiv.org/abs/2205.14135; 
 running maximum is Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,18 +13,22 @@ from jaxtyping import Array, Float
 
 from neuronjax.kernels.attention.blocks import (
     Folded,
-    Mask,
     clean,
     cut,
     grouped,
     like,
-    make_plan,
     pad_rows,
-    prepare_mask,
     product,
     rows_first,
     unblock,
     unseen,
+)
+from neuronjax.kernels.attention.dropout import block_weights
+from neuronjax.kernels.attention.options import Extras, Options
+from neuronjax.kernels.attention.segments import (
+    block_of,
+    cut_rows,
+    make_segments,
     visit,
 )
 from neuronjax.kernels.dtypes import accumulator
@@ -45,73 +51,107 @@ def attention_fwd(
     q: Folded,
     k: Folded,
     v: Folded,
-    mask: Mask | None,
+    extras: Extras,
     *,
     name: str,
-    scale: float,
     tp_q: bool,
     tp_k: bool,
     tp_out: bool,
     static: bool = False,
     block: int = 256,
-    **_hints: object,
+    **config: object,
 ) -> tuple[Folded, Rows, Rows]:
-    """Returns `out = softmax(scale * q k^T) v`, its negative row max and 1 / row sum.
+    """Returns `out = softmax(z) v`, the negative row max of `z` and 1 / row sum.
 
+    `z = scale * q k^T`, then the soft cap, then the bias; the sink is one more score.
     Batch is folded into the heads; query head `h` uses key head `h // group`. `q` is
     `[heads, q_seq, d]` if `tp_q`, else `[heads, d, q_seq]`; `k` is
     `[kv_heads, d, kv_seq]`, or `[kv_heads, kv_seq, d]` if `tp_k`; `out` is
-    `[heads, q_seq, value_dim]`, transposed if `tp_out`. Causal when `name` says so,
-    with row 0 at key 0. Sums are float32 (float64 for float64 inputs).
+    `[heads, q_seq, value_dim]`, transposed if `tp_out`. `config` holds the fields of
+    `Options`. Sums are float32 (float64 for float64 inputs).
 
-    A row that sees no key gets `out = 0`, `neg_max = inf`, `recip = 1`: the log-sum-exp
-    `-neg_max - log(recip)` is -inf and nothing is divided by zero. A non-finite key or
-    value reaches only the rows that see it. `static` takes loops of fixed length, which
-    can be transposed; blocks that nobody sees then cost as much as others.
+    A row that sees no key gets `out = 0`, and without a sink `neg_max = inf`,
+    `recip = 1`: the log-sum-exp `-neg_max - log(recip)` is -inf and nothing is divided
+    by zero. A non-finite key or value reaches only the rows that see it. `static` takes
+    loops of fixed length, which can be transposed; blocks that nobody sees then cost as
+    much as others.
     """
-    plan = make_plan("Causal" in name, q.shape[-2 if tp_q else -1], v.shape[-2], block)
-    q, k = rows_first(q, tp_q), rows_first(k, tp_k)
-    num_kv_heads, acc = k.shape[0], accumulator(q.dtype)
-    q = pad_rows(grouped(q, num_kv_heads), plan.q_block)
-    k, v = (pad_rows(x[:, : plan.kv_seq], plan.kv_block) for x in (k, v))
-    mask = prepare_mask(mask, plan, num_kv_heads)
+    options, rows = Options.of(config), cut_rows(q.shape[-2 if tp_q else -1], block)
+    segments = make_segments(rows, k, v, extras, options, block, tp_k)
+    acc, dtype, heads = accumulator(q.dtype), q.dtype, k.shape[0]
+    q = pad_rows(grouped(rows_first(q, tp_q), heads), rows.block)
+    sink = None if extras.sink is None else grouped(extras.sink.astype(acc), heads)
+    weights = block_weights(extras, options, q.shape[:2])
 
     def query_block(_, i):
-        q_block = cut(q, i, plan.q_block)
+        q_block = cut(q, i, rows.block)
 
-        def fold(j, carry, seen):
-            k_block, v_block = (cut(x, j, plan.kv_block) for x in (k, v))
-            z = _scores(q_block, k_block, seen, scale, acc)
-            return _fold(carry, z, v_block, seen)
+        def fold(segment, j, carry, seen):
+            k_block = cut(segment.key, j, segment.block)
+            z = scores(q_block, k_block, seen, options, acc)
+            if segment.bias is not None:
+                z = _biased(z, block_of(segment.bias, segment, i, j), seen)
+            v_block = cut(segment.value, j, segment.block)
+            drop = weights(segment, i, j)
+            return _fold(carry, z, v_block, seen, drop, options.softmax_dtype)
 
-        carry = visit(plan, mask, i, fold, _start(q_block, v, acc), static=static)
+        carry = _start(q_block, v, sink, acc)
+        for segment in segments:
+            visited = functools.partial(fold, segment)
+            carry = visit(segment, i, visited, carry, static=static)
         return None, _finish(*carry)
 
     query_block = jax.checkpoint(query_block) if static else query_block
-    _, blocks = lax.scan(query_block, None, jnp.arange(plan.q_blocks))
-    out, neg_max, recip = (unblock(x, plan.q_seq) for x in blocks)
-    out = out.astype(q.dtype)
+    numbers = jnp.arange(rows.blocks, dtype=jnp.int32)
+    _, blocks = lax.scan(query_block, None, numbers)
+    out, neg_max, recip = (unblock(x, rows.seq) for x in blocks)
+    out = out.astype(dtype)
     return out.mT if tp_out else out, neg_max, recip
 
 
-def _start(q_block: jax.Array, v: jax.Array, acc: jnp.dtype):
+def _start(q_block: jax.Array, v: jax.Array, sink: jax.Array | None, acc: jnp.dtype):
     """The fold's carry: product, running max, running sum, and the ties of the max."""
     row = like(jnp.zeros_like(q_block[..., 0], acc), q_block)
     out = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
-    return out, row + unseen(acc) / 2, row, row, row
+    top = row + unseen(acc) / 2
+    if sink is None:
+        return out, top, row, row, row
+    sink = sink + row
+    top = lax.stop_gradient(jnp.maximum(top, sink))
+    tied = sink == top
+    tie_sum = jnp.where(tied, sink, 0)
+    return out, top, jnp.exp(sink - top), tied.astype(acc), tie_sum
 
 
-def _scores(q, k, seen, scale, acc):
-    """`scale * q k^T` where `seen`, elsewhere the sentinel."""
+def scores(q, k, seen, options: Options, acc: jnp.dtype):
+    """The scores of one block but for the bias; the sentinel where unseen."""
     if seen is None:
-        return product("ngqd,nkd->ngqk", q, k, acc) * scale
+        return _scored(q, k, options, acc)
     (q, q_poison), (k, k_poison) = clean(q, acc), clean(k, acc)
-    z = product("ngqd,nkd->ngqk", q, k, acc) * scale
-    z = z + q_poison[..., None] + k_poison[:, None, None]
+    z = _scored(q, k, options, acc) + q_poison[..., None] + k_poison[:, None, None]
     return jnp.where(seen, z, unseen(acc))
 
 
-def _fold(carry, z, v, seen):
+def _scored(q, k, options: Options, acc: jnp.dtype):
+    z = rounded(product("ngqd,nkd->ngqk", q, k, acc), options.mm_out_dtype)
+    return capped(z * options.scale, options.soft_cap)
+
+
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """`x` rounded to `dtype`, which is wider or float32 where nothing is to be done."""
+    return x if dtype == "float32" else x.astype(dtype).astype(x.dtype)
+
+
+def capped(z: jax.Array, soft_cap: float) -> jax.Array:
+    """`c * tanh(z / c)`; `z` without a cap."""
+    return soft_cap * jnp.tanh(z / soft_cap) if soft_cap else z
+
+
+def _biased(z: jax.Array, bias: jax.Array, seen: jax.Array) -> jax.Array:
+    return jnp.where(seen, z + jnp.where(seen, bias, 0).astype(z.dtype), z)
+
+
+def _fold(carry, z, v, seen, drop, softmax_dtype: str):
     """Adds one block of scores and values to the carry.
 
     The running max is held constant in derivatives: the output doesn't depend on it.
@@ -121,16 +161,18 @@ def _fold(carry, z, v, seen):
     out, top, total, ties, tie_sum = carry
     new = lax.stop_gradient(jnp.maximum(top, z.max(-1)))
     p, decay = jnp.exp(z - new[..., None]), jnp.exp(top - new)
+    p = rounded(p, softmax_dtype)
+    kept = (p if drop is None else p * drop).astype(v.dtype)
     if seen is None:
-        pv = product("ngqk,nkd->ngqd", p.astype(v.dtype), v, out.dtype)
+        pv = product("ngqk,nkd->ngqd", kept, v, out.dtype)
     else:
         v, poison = clean(v, out.dtype)
-        pv = product("ngqk,nkd->ngqd", p.astype(v.dtype), v, out.dtype)
+        pv = product("ngqk,nkd->ngqd", kept, v, out.dtype)
         poison = jnp.where(seen, poison[:, None, None], 0).sum(-1)
         pv = pv + poison[..., None]
-    tied, kept = z == new[..., None], top == new
-    ties = jnp.where(kept, ties, 0) + tied.sum(-1, dtype=ties.dtype)
-    tie_sum = jnp.where(kept, tie_sum, 0) + jnp.where(tied, z, 0).sum(-1)
+    tied, same = z == new[..., None], top == new
+    ties = jnp.where(same, ties, 0) + tied.sum(-1, dtype=ties.dtype)
+    tie_sum = jnp.where(same, tie_sum, 0) + jnp.where(tied, z, 0).sum(-1)
     total = total * decay + p.sum(-1)
     return out * decay[..., None] + pv, new, total, ties, tie_sum
 

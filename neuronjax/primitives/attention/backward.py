@@ -6,26 +6,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from neuronjax.kernels.attention.backward import attention_bwd as backward_leaf
-from neuronjax.kernels.attention.plain import attention_bwd_plain, attention_plain
+from neuronjax.kernels.attention.options import Extras
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.primitives.attention import backward_rules  # noqa: F401  enters the rows
+from neuronjax.primitives.attention.backward_macro import attention_gradients
 from neuronjax.primitives.attention.backward_rules import bwd_facts, kernel_facts
+from neuronjax.primitives.attention.prefill_extras import (
+    as_bounds,
+    as_mask,
+    non_default,
+)
+from neuronjax.primitives.attention.statistics import statistics_from_tiles
 from neuronjax.primitives.contracts import contracted
-from neuronjax.primitives.macro import Example, MacroFamily
-from neuronjax.primitives.options import refuses
 
-BACKWARD = "BackwardsAttention"
 Rows = Float[Array, "heads q_seq 1"]
 
 
-@refuses(
-    "the backward of causal and full attention is",
-    sinks_ref=None,
-    bound_min=None,
-    bound_max=None,
-    sliding_window=(None, 0),
-)
 @contracted(bwd_facts)
 def attention_bwd(
     q_ref: Float[Array, "batch num_heads head_dim q_seq"],
@@ -33,19 +29,25 @@ def attention_bwd(
     v_ref: Float[Array, "batch num_kv_heads head_dim kv_seq"],
     o_ref: Float[Array, "batch num_heads head_dim q_seq"],
     dy_ref: Float[Array, "batch num_heads head_dim q_seq"],
-    lse_ref: Float[Array, "batch num_heads 128 _"],
-    sinks_ref: None = None,
-    bound_min: None = None,
-    bound_max: None = None,
+    lse_ref: Float[Array, "batch num_heads _ _"],
+    sinks_ref: Float[Array, "batch num_heads *sinks"] | None = None,
+    bound_min: Float[Array, " q_seq"] | None = None,
+    bound_max: Float[Array, " q_seq"] | None = None,
     use_causal_mask: bool = False,
     mixed_precision: bool = False,
     softmax_scale: float | Array | None = None,
     sliding_window: int | None = None,
-) -> tuple[Array, Array, Array]:
+    *,
+    bias_ref: Float[Array, "_ _ _"] | None = None,
+    logits_soft_cap: float | None = None,
+) -> tuple[Array, ...]:
     r"""The gradients of attention from its stored output and log-sum-exp.
 
     $$P = e^{z - \mathrm{lse}}, \quad dS = P \circ (dO\, V^T - \mathrm{rowsum}(dO \circ
       O)), \quad dQ = s\, dS\, K, \quad dK = s\, dS^T Q, \quad dV = P^T dO$$
+
+    $$d\mathrm{sink} = -\textstyle\sum_i e^{\mathrm{sink} - \mathrm{lse}_i}\,
+      \mathrm{rowsum}(dO \circ O)_i, \quad d\mathrm{bias} = dS$$
 
     Nothing is recomputed but the scores: `o_ref` and `lse_ref` are read as they are
     given. dK and dV are summed over the query heads of a group.
@@ -56,22 +58,26 @@ def attention_bwd(
         v_ref: `[B, Hk, d, Sk]`.
         o_ref: the forward's output, `[B, Hq, d, Sq]`.
         dy_ref: the cotangent of it.
-        lse_ref: natural log-sum-exp of the scaled scores, `[B, Hq, 128, Sq / 128]`:
-            element `[.., p, g]` is query `g * 128 + p`.
-        sinks_ref: not built yet, refuses.
-        bound_min: not built yet (sequence packing), refuses; so does `bound_max`.
-        bound_max: see `bound_min`.
+        lse_ref: natural log-sum-exp of the scaled scores, those of sinks included,
+            `[B, Hq, 128, Sq / 128]`: element `[.., p, g]` is query `g * 128 + p`; or
+            `[B, Hq, Sq, 1]`.
+        sinks_ref: the sinks of the forward, `[B, Hq]` or `[B, Hq, number of sinks]`.
+        bound_min: the first key that a query saw, `[Sq]`; with `bound_max`.
+        bound_max: one past the last.
         use_causal_mask: query `i` saw keys `j <= i`, aligned top-left.
         mixed_precision: sums over a group in float32; here they always are.
-        softmax_scale: `s`; `None` is `1/sqrt(d)` as in `attention_cte`, 0 is 0.
-        sliding_window: not built yet, refuses; `None` and 0 mean no window.
+        softmax_scale: `s`; `None` is `1/sqrt(d)`, 0 is 0.
+        sliding_window: `W`: with `use_causal_mask`, query `i` saw `i - W < j` alone;
+            `None` and 0 mean no window.
+        bias_ref: the forward's bias, `[1 or B*Hq, 1 or Sq, 1 or Sk]`.
+        logits_soft_cap: the forward's soft cap.
 
     Returns:
-        `(dq, dk, dv)` with the shapes and dtypes of `q_ref`, `k_ref` and `v_ref`.
+        `(dq, dk, dv)` with the shapes and dtypes of `q_ref`, `k_ref` and `v_ref`; then,
+        where they are given, those of `sinks_ref` and `bias_ref`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        NotImplementedError: an option is not built yet.
 
     Source:
         Dao 2023, FlashAttention-2, https://arxiv.org/abs/2307.08691, section 2.3.2;
@@ -81,20 +87,44 @@ def attention_bwd(
         jax.lax.collapse(x, 0, 2) for x in (q_ref, k_ref, v_ref, o_ref, dy_ref)
     )
     lse = jax.lax.collapse(lse_ref, 0, 2)
-    neg_max = -jnp.swapaxes(lse, 1, 2).reshape(lse.shape[0], -1, 1)
-    grads = attention_gradients(
-        *(q, k, jnp.swapaxes(v, 1, 2), None),
-        *(out, neg_max, jnp.ones_like(neg_max), d_out, None, None),
-        name="",
+    if lse.shape[2] != 1 or lse.shape[1] != q.shape[2]:
+        lse = statistics_from_tiles(lse)
+    bounds = as_bounds(bound_min, bound_max, k.shape[2])
+    sink = None if sinks_ref is None else _joint_sink(sinks_ref)
+    extras = Extras(None, bias_ref, sink, None, None, None, *bounds)
+    *grads, d_extras = attention_gradients(
+        *(q, k, jnp.swapaxes(v, 1, 2), extras),
+        *(out, -lse, jnp.ones_like(lse), d_out, None, None),
         scale=q.shape[1] ** -0.5 if softmax_scale is None else softmax_scale,
         is_causal=bool(use_causal_mask),
         tp_q=False,
         tp_k=False,
         tp_out=True,
+        **non_default(sliding_window, logits_soft_cap),
     )
-    dq, dk, dv = grads
-    dv = jnp.swapaxes(dv, 1, 2)
-    return dq.reshape(q_ref.shape), dk.reshape(k_ref.shape), dv.reshape(v_ref.shape)
+    grads[2] = jnp.swapaxes(grads[2], 1, 2)
+    pairs = zip(grads, (q_ref, k_ref, v_ref), strict=True)
+    found: list[Any] = [dx.reshape(x.shape) for dx, x in pairs]
+    if sinks_ref is not None and d_extras.sink is not None:
+        found.append(_each_sink(d_extras.sink, sinks_ref))
+    found += [] if bias_ref is None else [d_extras.bias]
+    return tuple(found)
+
+
+def _joint_sink(sinks: Array) -> Array:
+    """Several sinks weigh as one whose logit is their log-sum-exp: `[B*Hq, 1]`."""
+    sinks = sinks.astype(accumulator(sinks.dtype))
+    joint = sinks if sinks.ndim == 2 else jax.nn.logsumexp(sinks, -1)
+    return joint.reshape(-1, 1)
+
+
+def _each_sink(d_joint: Array, sinks: Array) -> Array:
+    """The joint sink's gradient, shared by weight among the sinks."""
+    wide = sinks.astype(d_joint.dtype)
+    d_joint = d_joint.reshape(sinks.shape[:2])
+    if sinks.ndim == 3:
+        d_joint = d_joint[..., None] * jax.nn.softmax(wide, -1)
+    return d_joint.astype(sinks.dtype)
 
 
 @contracted(kernel_facts)
@@ -110,6 +140,8 @@ def backwards_attention_kernel(
     d_neg_max: Rows | None = None,
     d_recip: Rows | None = None,
     *,
+    sink: Float[Array, "heads 1"] | None = None,
+    bias: Float[Array, "_ _ _"] | None = None,
     is_causal: bool = False,
     softmax_scale: float = 1.0,
     dropout_prob: float = 0.0,
@@ -117,7 +149,7 @@ def backwards_attention_kernel(
     tp_k: bool = False,
     tp_out: bool = False,
     **hints: Any,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Emits the macro `BackwardsAttention`.
 
     Args:
@@ -131,6 +163,8 @@ def backwards_attention_kernel(
         mask: its mask.
         d_neg_max: the cotangent of `neg_max`, if it was used.
         d_recip: the cotangent of `recip`, if it was used.
+        sink: its sink.
+        bias: its bias.
         is_causal: whether it was causal.
         softmax_scale: 1 alone; fold any other into `q`.
         dropout_prob: 0 alone.
@@ -140,61 +174,15 @@ def backwards_attention_kernel(
         **hints: scheduling hints; they travel in the config bag and change no value.
 
     Returns:
-        `(dq, dk, dv)`, each with the shape and dtype of its operand.
+        `(dq, dk, dv)`, each with the shape and dtype of its operand; then, where they
+        are given, the gradients of `sink` and `bias`.
     """
-    config = dict(hints, tp_q=tp_q, tp_k=tp_k, tp_out=tp_out, scale=1.0)
-    mask = None if mask is None else jnp.asarray(mask).astype(bool)
-    operands = (q, k, v, mask, out, neg_max, recip, d_out, d_neg_max, d_recip)
-    grads = backwards_attention(
-        *operands, name=BACKWARD, is_causal=bool(is_causal), **config
+    extras = Extras(mask=as_mask(mask), bias=bias, sink=sink)
+    stored = (out, neg_max, recip, d_out, d_neg_max, d_recip)
+    *grads, more = attention_gradients(
+        *(q, k, v, extras, *stored),
+        scale=1.0,
+        is_causal=bool(is_causal),
+        **dict(hints, tp_q=tp_q, tp_k=tp_k, tp_out=tp_out),
     )
-    return grads[0], grads[1], grads[2]
-
-
-def attention_gradients(q, *rest, name, scale, **config):
-    """Emits `BackwardsAttention` for any scale: folded into q, and into dq."""
-    acc = accumulator(q.dtype)
-    unit = not isinstance(scale, jax.Array) and float(scale) == 1.0
-
-    def fold(x):
-        factor = scale if isinstance(scale, jax.Array) else float(scale)
-        return (x.astype(acc) * jnp.asarray(factor, acc)).astype(x.dtype)
-
-    config = dict(config, scale=1.0)
-    operands = (q if unit else fold(q), *rest)
-    dq, dk, dv = backwards_attention(*operands, name=BACKWARD, **config)
-    return dq if unit else fold(dq), dk, dv
-
-
-def _static_leaf(*operands, **config):
-    return backward_leaf(*operands, static=True, **config)
-
-
-def _example(name: str, dtype: Any, batch: int) -> Example:
-    keys = jax.random.split(jax.random.key(0), 6)
-    shapes = (2 * batch, 6, 8), (batch, 8, 7), (batch, 7, 5)
-    # Small scores: a vmapped q leaves the statistics behind, and p is not normalised.
-    q, k, v = (
-        jax.random.normal(key, shape, dtype) / 4
-        for key, shape in zip(keys[:3], shapes, strict=True)
-    )
-    config: dict[str, Any] = dict(scale=1.0, tp_q=True, tp_k=False, tp_out=True)
-    form = "CausalAttentionMMSoftmaxMMWithoutSwap"
-    outs = attention_plain(q, k, v, None, name=form, **config)
-    cotangents = [
-        jax.random.normal(key, out.shape, out.dtype)
-        for key, out in zip(keys[3:], outs, strict=True)
-    ]
-    operands = (q, k, v, None, *outs, *cotangents)
-    return Example(operands, dict(config, is_causal=True), (0,) * 9, (0, 0, 0))
-
-
-backwards_attention = MacroFamily(
-    "backwards_attention",
-    (BACKWARD,),
-    backward_leaf,
-    plain=attention_bwd_plain,
-    outputs=("dq", "dk", "dv"),
-    static=_static_leaf,
-    example=_example,
-)
+    return tuple(x for x in (*grads, more.sink, more.bias) if x is not None)

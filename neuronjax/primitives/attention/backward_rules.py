@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from neuronjax.primitives.attention.prefill_facts import mask_misfit, misfit
 from neuronjax.primitives.contracts import Contract, Size, add
 
 BWD, KERNEL = ("attention_bwd",), ("backwards_attention_kernel",)
@@ -26,17 +27,33 @@ def bwd_facts(call: SimpleNamespace) -> dict[str, Any]:
         v_ref=keys,
         o_ref=(batch, heads, d, q_seq),
         dy_ref=(batch, heads, d, q_seq),
-        lse_ref=(batch, heads, 128, q_seq // 128),
+        bound_min=(q_seq,),
+        bound_max=(q_seq,),
     )
+    sinks, bias = call.sinks_ref, call.bias_ref
+    scores = (batch * heads, q_seq, kv_seq)
     return dict(
+        batch=batch,
         heads=heads,
         kv_heads=kv_heads,
         d=d,
         q_seq=q_seq,
         kv_seq=kv_seq,
-        misfit=_misfit(call, wanted),
+        misfit=misfit(call, wanted),
+        lse_misfit=_lse_misfit(call.lse_ref.shape, (batch, heads, q_seq)),
+        sinks_misfit=sinks is not None and sinks.shape[:2] != (batch, heads),
+        bias_misfit=mask_misfit(bias, scores),
+        scores=scores,
         tiled=False,
     )
+
+
+def _lse_misfit(shape: tuple[int, ...], rows: tuple[int, int, int]) -> bool:
+    batch, heads, q_seq = rows
+    layouts = [(batch, heads, q_seq, 1)]
+    if q_seq % 128 == 0:
+        layouts.append((batch, heads, 128, q_seq // 128))
+    return tuple(shape) not in layouts
 
 
 def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
@@ -55,19 +72,18 @@ def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
         **dict.fromkeys(
             ("neg_max", "recip", "d_neg_max", "d_recip"), (heads, q_seq, 1)
         ),
+        sink=(heads, 1),
     )
+    scores = (heads, q_seq, kv_seq)
+    spread = [n for n in ("mask", "bias") if mask_misfit(getattr(call, n), scores)]
     return dict(
-        heads=heads, kv_heads=kv_heads, misfit=_misfit(call, wanted), tiled=False
+        heads=heads,
+        kv_heads=kv_heads,
+        misfit=misfit(call, wanted),
+        spread=" and ".join(spread),
+        scores=scores,
+        tiled=False,
     )
-
-
-def _misfit(call: SimpleNamespace, wanted: dict[str, tuple[int, ...]]) -> str:
-    found = []
-    for name, shape in wanted.items():
-        x = getattr(call, name)
-        if x is not None and tuple(x.shape) != shape:
-            found.append(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    return "; ".join(found)
 
 
 def _arguments(**changes: Any):
@@ -145,11 +161,79 @@ add(
         example=_arguments(v_ref=(1, 2, 8, 64)),
     ),
     Contract(
-        "attention_bwd.q_seq",
+        "attention_bwd.lse_shape",
         BWD,
-        "{function}: q_seq of q_ref must fill the 128 rows of lse_ref, got {value}",
+        "{function}: lse_ref must have shape [B, Hq, 128, Sq / 128], where Sq is a "
+        "multiple of 128, or [B, Hq, Sq, 1], got {lse_ref.shape} for Sq = {q_seq}",
+        lambda c: c.lse_misfit,
+        example=_arguments(lse_ref=(1, 4, 128, 2)),
+    ),
+    Contract(
+        "attention_bwd.chip_q_seq",
+        BWD,
+        "{function}: the chip takes Sq in multiples of 128, got {value}",
         size=Size("q_seq", lambda c: c.q_seq, multiple=128, minimum=128),
-        example=_arguments(q_ref=(1, 4, 8, 100)),
+        example=_arguments(
+            **dict.fromkeys(("q_ref", "o_ref", "dy_ref"), (1, 4, 8, 100)),
+            lse_ref=(1, 4, 100, 1),
+        ),
+        tag="hw",
+    ),
+    Contract(
+        "attention_bwd.sinks",
+        BWD,
+        "{function}: sinks_ref must have shape [{batch}, {heads}] or "
+        "[{batch}, {heads}, number of sinks], got {sinks_ref.shape}",
+        lambda c: c.sinks_misfit,
+        example=_arguments(sinks_ref=(1, 2)),
+    ),
+    Contract(
+        "attention_bwd.bias",
+        BWD,
+        "{function}: bias_ref must have shape [1 or {scores[0]}, 1 or {scores[1]}, 1 "
+        "or {scores[2]}], got {bias_ref.shape}",
+        lambda c: c.bias_misfit,
+        example=_arguments(bias_ref=(2, 1, 1)),
+    ),
+    Contract(
+        "attention_bwd.bounds",
+        BWD,
+        "{function}: bound_min and bound_max must be given together",
+        lambda c: (c.bound_min is None) != (c.bound_max is None),
+        example=_arguments(bound_min=(128,)),
+    ),
+    Contract(
+        "attention_bwd.window",
+        BWD,
+        "{function}: sliding_window must be at least 0, and needs use_causal_mask, got "
+        "{sliding_window} and {use_causal_mask}",
+        lambda c: (
+            (c.sliding_window or 0) < 0
+            or (bool(c.sliding_window) and not c.use_causal_mask)
+        ),
+        example=_arguments(sliding_window=8),
+    ),
+    Contract(
+        "attention_bwd.soft_cap",
+        BWD,
+        "{function}: logits_soft_cap must be positive and finite, or None, got "
+        "{logits_soft_cap}",
+        lambda c: c.logits_soft_cap is not None and not 0 < c.logits_soft_cap < jnp.inf,
+        example=_arguments(logits_soft_cap=0.0),
+    ),
+    Contract(
+        "attention_bwd.chip_bounds",
+        BWD,
+        "{function}: the chip takes bounds of float32, got {bound_min.dtype} and "
+        "{bound_max.dtype}",
+        lambda c: (
+            c.bound_min is not None
+            and {c.bound_min.dtype, c.bound_max.dtype} != {jnp.dtype("float32")}
+        ),
+        example=_arguments(
+            **dict.fromkeys(("bound_min", "bound_max"), np.zeros(128, np.int32))
+        ),
+        tag="hw",
     ),
     Contract(
         "attention_bwd.scale",
@@ -223,5 +307,13 @@ add(
         "{function}: {misfit}",
         lambda c: c.misfit,
         example=_kernel(out=(4, 3, 5)),
+    ),
+    Contract(
+        "backwards_attention.scores",
+        KERNEL,
+        "{function}: {spread} must have shape [1 or {scores[0]}, 1 or {scores[1]}, 1 "
+        "or {scores[2]}]",
+        lambda c: c.spread,
+        example=_kernel(mask=np.ones((1, 2, 5), bool)),
     ),
 )

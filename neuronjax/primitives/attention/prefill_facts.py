@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from neuronjax.context import settings
+from neuronjax.primitives.known import known
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
 SWAPPED, TILED = "AttentionMMSoftmaxMM", "TiledNativeKernelAttention"
@@ -20,7 +21,81 @@ def attention_name(is_causal: bool, tp_k: bool, generation: str) -> str:
 
 def cte_facts(call: SimpleNamespace) -> dict[str, Any]:
     """Facts of `attention_cte`."""
-    return _shapes(call) | dict(is_causal=call.causal_mask)
+    facts = _shapes(call)
+    heads, q_seq = facts["heads"], facts["q_seq"]
+    prior = None if call.v_prior is None else call.v_prior.shape[1]
+    columns = facts["kv_seq"] + (prior or 0)
+    row = (q_seq, 1)
+    wanted = dict(
+        k_prior=_prior_keys(facts, prior, call.tp_k),
+        v_prior=(facts["kv_heads"], prior, facts["value_dim"]),
+        prior_used_len=(1,),
+        sink=(heads, 1),
+        cp_offset=(1, 1),
+        bound_min=row,
+        bound_max=row,
+    )
+    scores = (heads, q_seq, columns)
+    return facts | dict(
+        is_causal=call.causal_mask,
+        prior=prior,
+        columns=columns,
+        misfit=misfit(call, wanted),
+        mask_misfit=mask_misfit(call.mask, scores),
+        bias_misfit=mask_misfit(call.bias, scores),
+        scores=scores,
+        used=_value(call.prior_used_len),
+        offset=_value(call.cp_offset),
+        options=_given(call),
+        target=settings().target,
+    )
+
+
+def _prior_keys(facts: dict[str, Any], prior: Any, tp_k: bool) -> tuple:
+    width = (prior, facts["d"]) if tp_k else (facts["d"], prior)
+    return (facts["kv_heads"], *width)
+
+
+def _value(x: Any) -> int | None:
+    """The one value of `x`, where it is known."""
+    held = known(x)
+    return None if held is None or held.size != 1 else int(held.reshape(()))
+
+
+_OFF = dict(
+    k_prior=None,
+    v_prior=None,
+    prior_used_len=None,
+    sink=None,
+    sliding_window=0,
+    cp_offset=None,
+    bound_min=None,
+    bound_max=None,
+    mask=None,
+    bias=None,
+    logits_soft_cap=0,
+    dropout_rate=0,
+)
+
+
+def _given(call: SimpleNamespace) -> str:
+    """The options that are on: what tiles do not take."""
+    on = [key for key, off in _OFF.items() if not _is_off(getattr(call, key), off)]
+    return ", ".join(on)
+
+
+def _is_off(value: Any, off: Any) -> bool:
+    return value is None or (off is not None and value == off)
+
+
+def misfit(call: SimpleNamespace, wanted: dict[str, tuple]) -> str:
+    """The arguments that are given in another shape than `wanted`, described."""
+    found = []
+    for name, shape in wanted.items():
+        x = getattr(call, name)
+        if x is not None and tuple(x.shape) != shape:
+            found.append(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    return "; ".join(found)
 
 
 def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
@@ -34,7 +109,9 @@ def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
     return facts | dict(
         name=attention_name(bool(call.is_causal), False, settings().target),
         one_mask=mask,
-        mask_misfit=_mask_misfit(mask, facts),
+        mask_misfit=mask_misfit(mask, (*rows[:2], facts["kv_seq"])),
+        misfit=misfit(call, dict(sink=(facts["heads"], 1))),
+        foreign=_foreign(call),
         destination=destination,
         out_shape=shape,
         one_scale=1.0 if scale is None else scale,
@@ -81,15 +158,31 @@ def _off_axis(call: SimpleNamespace) -> str:
     return ""
 
 
-def _mask_misfit(mask: Any, facts: dict[str, Any]) -> bool:
+def mask_misfit(mask: Any, scores: tuple[int, ...]) -> bool:
+    """Whether a mask or bias does not broadcast to the scores, axis by axis."""
     if mask is None:
         return False
-    wanted = (facts["heads"], facts["q_seq"], facts["kv_seq"])
-    if len(mask.shape) != 3 or mask.shape[2] != wanted[2]:
+    if len(mask.shape) != 3:
         return True
-    return any(
-        got not in (1, size) for got, size in zip(mask.shape, wanted, strict=True)
-    )
+    return any(got not in (1, n) for got, n in zip(mask.shape, scores, strict=True))
+
+
+# What the vendor's emitter takes too, and whose it is here.
+_ELSEWHERE = dict(
+    k_active="attention_tkg_fwd_kernel",
+    v_active="attention_tkg_fwd_kernel",
+    rope_pos_ids="attention_tkg_fwd_kernel",
+    k_prior="attention_prefix_caching_fwd_kernel",
+    prefix_mask="attention_prefix_caching_fwd_kernel",
+)
+
+
+def _foreign(call: SimpleNamespace) -> str:
+    """The first operand that another emitter takes, described."""
+    for name, emitter in _ELSEWHERE.items():
+        if getattr(call, name) is not None:
+            return f"{name} is an operand of {emitter}"
+    return ""
 
 
 def _twice(call: SimpleNamespace) -> str:

@@ -15,10 +15,12 @@ TILED_STATISTICS = (
     "Softmax caching not supported yet for tiled attention_kernel. Pass in tensors "
     "instead of tiles."
 )
+# Of operands that an example gives as a shape; the others are float32.
+_DTYPES = dict(prior_used_len=np.int32, cp_offset=np.int32)
 UNIT_SCALE = "{name} only supports scale equal to 1.0"
 
 
-def _arguments(tiles: bool = False, **changes: Any):
+def arguments(tiles: bool = False, **changes: Any):
     """Arguments that keep the rules but for `changes`; a tuple is a shape of zeros."""
 
     def build(function: str) -> dict[str, Any]:
@@ -28,6 +30,9 @@ def _arguments(tiles: bool = False, **changes: Any):
             key: np.zeros(value, np.float32) if isinstance(value, tuple) else value
             for key, value in given.items()
         }
+        for name, dtype in _DTYPES.items():
+            if isinstance(given.get(name), tuple):
+                arrays[name] = np.zeros(given[name], dtype)
         if tiles:
             for key, axis in dict(q=2, k=1, v=1).items():
                 arrays[key] = MemrefTile.from_tensor(arrays[key], axis)
@@ -37,11 +42,12 @@ def _arguments(tiles: bool = False, **changes: Any):
 
 
 def _mixed(function: str) -> dict[str, Any]:
-    arguments = _arguments()(function)
-    return dict(arguments, q=MemrefTile.from_tensor(arguments["q"], 2))
+    given = arguments()(function)
+    return dict(given, q=MemrefTile.from_tensor(given["q"], 2))
 
 
-def _row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> None:
+def row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> None:
+    """Enters the rule `attention.<rule>`."""
     add(
         Contract(
             f"attention.{rule}", functions, "{function}: " + message, violated, **kwargs
@@ -57,7 +63,7 @@ add(
         BOTH,
         TILED_STATISTICS,
         lambda c: c.cache_softmax and isinstance(c.q, MemrefTile),
-        example=_arguments(tiles=True, cache_softmax=True),
+        example=arguments(tiles=True, cache_softmax=True),
         stage=0,
         literal=True,
     ),
@@ -66,18 +72,18 @@ add(
         (KERNEL,),
         UNIT_SCALE,
         lambda c: c.is_causal and not c.tiled and float(c.one_scale) != 1.0,
-        example=_arguments(is_causal=True, scale=0.5),
+        example=arguments(is_causal=True, scale=0.5),
         literal=True,
     ),
 )
-_row(
+row(
     "rank",
     "q, k and v must have 3 axes, heads first, got {q.shape}, {k.shape} and {v.shape}",
     lambda c: {len(x.shape) for x in (c.q, c.k, c.v)} != {3},
-    example=_arguments(q=(1, 4, 3, 8)),
+    example=arguments(q=(1, 4, 3, 8)),
     stage=0,
 )
-_row(
+row(
     "dtypes",
     "q, k and v must have one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}",
     lambda c: (
@@ -85,110 +91,119 @@ _row(
         or not jnp.issubdtype(c.q.dtype, jnp.floating)
         or jnp.dtype(c.q.dtype).itemsize < 2
     ),
-    example=_arguments(v=np.zeros((2, 5, 6), jnp.bfloat16)),
+    example=arguments(v=np.zeros((2, 5, 6), jnp.bfloat16)),
     stage=0,
 )
-_row(
+row(
     "empty",
     "no axis of q, k and v may be empty, got {q.shape}, {k.shape} and {v.shape}",
     lambda c: any(0 in x.shape for x in (c.q, c.k, c.v)),
-    example=_arguments(q=(4, 0, 8)),
+    example=arguments(q=(4, 0, 8)),
     stage=0,
 )
-_row(
+row(
     "group",
     "heads of q must be a multiple of those of k, got {heads} and {kv_heads}",
     lambda c: c.heads % c.kv_heads != 0,
-    example=_arguments(q=(3, 3, 8)),
+    example=arguments(q=(3, 3, 8)),
 )
-_row(
+row(
     "head_dim",
     "q and k must have one head dimension, got {d} and {k_width} from {q.shape} and "
     "{k.shape} with tp_q = {tp_q} and tp_k = {tp_k}",
     lambda c: c.d != c.k_width,
-    example=_arguments(k=(2, 7, 5)),
+    example=arguments(k=(2, 7, 5)),
 )
-_row(
+row(
     "values",
     "v must have shape [{kv_heads}, {kv_seq}, value_dim], got {v.shape}",
     lambda c: tuple(c.v.shape[:2]) != (c.kv_heads, c.kv_seq),
-    example=_arguments(v=(2, 4, 6)),
+    example=arguments(v=(2, 4, 6)),
 )
-_row(
+row(
     "tile_axes",
     "{off_axis}",
     lambda c: c.off_axis,
     example=lambda function: dict(
-        _arguments(tiles=True)(function),
+        arguments(tiles=True)(function),
         v=MemrefTile.from_tensor(np.zeros((2, 5, 6), np.float32), 2),
     ),
 )
-_row(
-    "softmax_dtype",
-    "softmax_dtype must be float32, got {softmax_dtype}",
-    lambda c: jnp.dtype(c.softmax_dtype) != jnp.float32,
-    (CTE,),
-    example=_arguments(softmax_dtype="bfloat16"),
-)
-_row(
-    "mm_out_dtype",
-    "mm_out_dtype must be float32, got {mm_out_dtype}",
-    lambda c: jnp.dtype(c.mm_out_dtype) != jnp.float32,
-    (CTE,),
-    example=_arguments(mm_out_dtype="bfloat16"),
-)
-_row(
+row(
     "scale",
     "scale must be a number, a scalar array or None, got shape {scale.shape}",
     lambda c: getattr(c.scale, "shape", ()) != (),
     (CTE,),
-    example=_arguments(scale=np.ones(2, np.float32)),
+    example=arguments(scale=np.ones(2, np.float32)),
 )
-_row(
+row(
     "swapped_causal",
     "the causal form has no swapped variant: k must be [kv_heads, d, kv_seq], got "
     "tp_k = True",
     lambda c: c.is_causal and c.tp_k and not c.tiled,
     (KERNEL,),
-    example=_arguments(is_causal=True, tp_k=True, k=(2, 5, 8)),
+    example=arguments(is_causal=True, tp_k=True, k=(2, 5, 8)),
 )
-_row(
+row(
     "swapped_query",
     "the swapped form takes q as [heads, d, q_seq], got tp_q = True with tp_k = True",
     lambda c: c.tp_q and c.tp_k and not c.is_causal and not c.tiled,
     (KERNEL,),
-    example=_arguments(tp_k=True, k=(2, 5, 8)),
+    example=arguments(tp_k=True, k=(2, 5, 8)),
 )
-_row(
+row(
     "one_word",
     "{twice} are two words for one argument: give one of them",
     lambda c: c.twice,
     (KERNEL,),
-    example=_arguments(scale=1.0, softmax_scale=1.0),
+    example=arguments(scale=1.0, softmax_scale=1.0),
 )
-_row(
+row(
     "mask_shape",
-    "mask must have shape [1 or {heads}, 1 or {q_seq}, {kv_seq}], got {one_mask.shape}",
+    "mask must have shape [1 or {heads}, 1 or {q_seq}, 1 or {kv_seq}], got "
+    "{one_mask.shape}",
     lambda c: c.mask_misfit,
     (KERNEL,),
-    example=_arguments(mask=(5,)),
+    example=arguments(mask=(5,)),
 )
-_row(
+row(
     "mask_dtype",
-    "mask must be boolean or integer, got {one_mask.dtype}: an additive bias and its "
-    "gradient are not built",
+    "mask must be boolean or integer, got {one_mask.dtype}: attention_cte takes an "
+    "additive bias and has its gradient",
     lambda c: c.one_mask is not None and jnp.issubdtype(c.one_mask.dtype, jnp.floating),
     (KERNEL,),
-    example=_arguments(mask=(1, 1, 5)),
+    example=arguments(mask=(1, 1, 5)),
 )
-_row(
-    "tiled_mask",
-    "tiles take no mask: pass tensors",
-    lambda c: c.tiled and c.one_mask is not None,
+row(
+    "tiled_options",
+    "tiles take no mask and no sink: pass tensors",
+    lambda c: c.tiled and (c.one_mask is not None or c.sink is not None),
     (KERNEL,),
-    example=_arguments(tiles=True, mask=(1, 1, 5)),
+    example=arguments(tiles=True, mask=(1, 1, 5)),
 )
-_row(
+row(
+    "kernel_sink",
+    "{misfit}",
+    lambda c: c.misfit,
+    (KERNEL,),
+    example=arguments(sink=(3, 1)),
+)
+row(
+    "foreign_operand",
+    "{foreign}, not of this one",
+    lambda c: c.foreign,
+    (KERNEL,),
+    example=arguments(k_active=(2, 1, 8)),
+)
+row(
+    "kernel_dropout",
+    "dropout_prob must be 0: no macro has dropout, attention_cte has it, got "
+    "{dropout_prob}",
+    lambda c: c.dropout_prob != 0,
+    (KERNEL,),
+    example=arguments(dropout_prob=0.1),
+)
+row(
     "destination",
     "the destination must have shape {out_shape} and a floating dtype, got "
     "{destination.shape} {destination.dtype}",
@@ -200,65 +215,65 @@ _row(
         )
     ),
     (KERNEL,),
-    example=_arguments(out=(4, 3, 5)),
+    example=arguments(out=(4, 3, 5)),
 )
-_row(
+row(
     "destination_kind",
     "the destination must be a tile exactly when q is one",
     lambda c: (
         c.destination is not None and isinstance(c.destination, MemrefTile) != c.tiled
     ),
     (KERNEL,),
-    example=_arguments(tiles=True, out=(4, 3, 6)),
+    example=arguments(tiles=True, out=(4, 3, 6)),
 )
-_row(
+row(
     "batch",
     "heads of q must be q_head * batch_size = {q_head} * {batch_size}, got {heads}",
     lambda c: (
         None not in (c.q_head, c.batch_size) and c.q_head * c.batch_size != c.heads
     ),
     (KERNEL,),
-    example=_arguments(q_head=3, batch_size=2),
+    example=arguments(q_head=3, batch_size=2),
 )
-_row(
+row(
     "fuse_batches",
     "fuse_batches is a hint for tiles alone, got {fuse_batches}",
     lambda c: bool(c.fuse_batches) and not c.tiled,
     (KERNEL,),
-    example=_arguments(fuse_batches=True),
+    example=arguments(fuse_batches=True),
 )
-_row(
+row(
     "chip_head_dim",
     "the chip takes d of at most 128, got {value}",
     size=Size("d", lambda c: c.d, maximum=128),
-    example=_arguments(q=(4, 3, 130), k=(2, 130, 5)),
+    example=arguments(q=(4, 3, 130), k=(2, 130, 5)),
     tag="hw",
 )
-_row(
+row(
     "chip_heads",
     "the chip takes at most 512 heads with the batch, got {value}",
     size=Size("heads", lambda c: c.heads, maximum=512),
-    example=_arguments(q=(514, 1, 1), k=(1, 1, 1), v=(1, 1, 1)),
+    example=arguments(q=(514, 1, 1), k=(1, 1, 1), v=(1, 1, 1)),
     tag="hw",
 )
-_row(
+row(
     "chip_q_seq",
     "the chip takes q_seq of at most 131072, got {value}",
     size=Size("q_seq", lambda c: c.q_seq, maximum=REACH),
-    example=_arguments(q=(1, REACH + 1, 1), k=(1, 1, 1), v=(1, 1, 1)),
+    example=arguments(q=(1, REACH + 1, 1), k=(1, 1, 1), v=(1, 1, 1)),
     tag="hw",
 )
-_row(
+row(
     "chip_kv_seq",
     "the chip takes kv_seq of at most 131072, got {value}",
     size=Size("kv_seq", lambda c: c.kv_seq, maximum=REACH),
-    example=_arguments(q=(1, 1, 1), k=(1, 1, REACH + 1), v=(1, REACH + 1, 1)),
+    example=arguments(q=(1, 1, 1), k=(1, 1, REACH + 1), v=(1, REACH + 1, 1)),
     tag="hw",
 )
-_row(
+row(
     "chip_statistics",
     "the chip caches the softmax for q_seq in multiples of 128, got {q_seq}",
     lambda c: c.cache_softmax and c.q_seq % 128 != 0,
-    example=_arguments(cache_softmax=True),
+    example=arguments(cache_softmax=True),
     tag="hw",
 )

@@ -1,0 +1,242 @@
+"""One block of query rows of the attention backward: its part of every gradient."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from neuronjax.kernels.attention.blocks import clean, cut, like, product, unseen
+from neuronjax.kernels.attention.options import Options
+from neuronjax.kernels.attention.prefill import rounded
+from neuronjax.kernels.attention.segments import Index, Segment, block_of, visit
+
+
+class Row(NamedTuple):
+    """What the backward reads of each query row, `[kv_heads, group, rows, ..]`.
+
+    `log_weight` is `neg_max + log(recip)`; `shift` is what the backward of a softmax
+    subtracts from `dP`; `tie` is the cotangent of the score that is a row's maximum,
+    None where nothing used it.
+    """
+
+    q: jax.Array
+    d_out: jax.Array | None
+    log_weight: jax.Array
+    shift: jax.Array
+    tie: jax.Array | None
+
+
+class Totals(NamedTuple):
+    """The gradients of one segment as they grow; that of the bias is spread like it."""
+
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+
+
+class Factor(NamedTuple):
+    """A factor of the block products in both orientations, so that none transposes.
+
+    `rows` is `[kv_heads, group, rows, width]`, `columns` `[kv_heads, width, group,
+    rows]`. `poison` is None, or NaN for each row that had a non-finite entry, which was
+    zeroed.
+    """
+
+    rows: jax.Array
+    columns: jax.Array
+    poison: jax.Array | None = None
+
+
+class Scores(NamedTuple):
+    """The scores of one block, keys first: `[kv_heads, keys, group, rows]`.
+
+    `slope` is the derivative of the soft cap, None without one.
+    """
+
+    z: jax.Array
+    slope: jax.Array | None
+
+
+def block_gradients(
+    segments: Sequence[Segment],
+    i: Index,
+    row: Row,
+    sink: jax.Array | None,
+    totals: Sequence[Totals],
+    d_sink: jax.Array | None,
+    *,
+    options: Options,
+    weights: Callable[[Segment, Index, Index], jax.Array | None],
+    static: bool,
+):
+    """Adds query block `i` to the totals; returns `((totals, d_sink), dq)`.
+
+    `dq` and the totals of the keys lack the scale.
+    """
+    acc = row.log_weight.dtype
+    # One set for the blocks that every row sees whole, one for the others.
+    factors: dict[bool, Any] = {
+        guarded: tuple(
+            None if x is None else _factor(x, guarded, acc) for x in (row.q, row.d_out)
+        )
+        for guarded in (False, True)
+    }
+
+    def score(segment, j, seen):
+        k = _keys(segment.key, segment, j, seen, acc)
+        z = _scores(factors[seen is not None][0], k, seen, options, acc)
+        return k, z if segment.bias is None else _biased(z, segment, i, j, seen)
+
+    shares = _shares(segments, i, row, sink, score, static)
+
+    def fold(segment, j, carry, seen):
+        dq, total = carry
+        k, z = score(segment, j, seen)
+        q, d_out = factors[seen is not None]
+        v = _keys(segment.value, segment, j, seen, acc)
+        drop = weights(segment, i, j)
+        drop = None if drop is None else jnp.moveaxis(drop, -1, 1)
+        turned = None if seen is None else jnp.moveaxis(seen, -1, 1)
+        dz, dv = _score_gradient(row, z.z, d_out, v, turned, drop, shares)
+        total = _add_bias(total, dz, segment, i, j)
+        dz = dz if z.slope is None else dz * z.slope
+        dz = dz.astype(q.rows.dtype)
+        dq = dq + product("ndk,nkgq->ndgq", k.columns[:, :, 0], dz, acc)
+        dk = product("nkgq,ngqd->nkd", dz, q.rows, acc)
+        return dq, _add_keys(total, segment, j, dk, dv)
+
+    dq = like(jnp.zeros_like(factors[False][0].columns, acc), row.q)
+    grown = []
+    for segment, total in zip(segments, totals, strict=True):
+        visited = functools.partial(fold, segment)
+        dq, total = visit(segment, i, visited, (dq, total), static=static)
+        grown.append(total)
+    if d_sink is not None and sink is not None:
+        d_sink = d_sink + _sink_gradient(row, sink, shares)
+    return (grown, d_sink), jnp.moveaxis(dq, 1, -1)
+
+
+def _factor(x: jax.Array, guarded: bool, acc: jnp.dtype) -> Factor:
+    x, poison = clean(x, acc) if guarded else (x, None)
+    return Factor(x, jnp.moveaxis(x, -1, 1), poison)
+
+
+def _keys(x: jax.Array, segment: Segment, j: Index, seen, acc: jnp.dtype) -> Factor:
+    return _factor(cut(x, j, segment.block)[:, None], seen is not None, acc)
+
+
+def _scores(q: Factor, k: Factor, seen, options: Options, acc: jnp.dtype) -> Scores:
+    """Without the bias; the sentinel where unseen."""
+    z = product("nkd,ndgq->nkgq", k.rows[:, 0], q.columns, acc)
+    z, slope = rounded(z, options.mm_out_dtype) * options.scale, None
+    if options.soft_cap:
+        squashed = jnp.tanh(z / options.soft_cap)
+        z, slope = options.soft_cap * squashed, 1 - squashed**2
+    if seen is None:
+        return Scores(z, slope)
+    assert q.poison is not None and k.poison is not None
+    z = z + q.poison[:, None] + k.poison[:, 0, :, None, None]
+    return Scores(jnp.where(jnp.moveaxis(seen, -1, 1), z, unseen(acc)), slope)
+
+
+def _biased(z: Scores, segment: Segment, i: Index, j: Index, seen) -> Scores:
+    assert segment.bias is not None
+    bias = jnp.where(seen, block_of(segment.bias, segment, i, j), 0)
+    return z._replace(z=z.z + jnp.moveaxis(bias, -1, 1).astype(z.z.dtype))
+
+
+def _shares(segments, i, row: Row, sink, score, static):
+    """Each row's maximum, and the part of `row.tie` that one tie of it gets."""
+    if row.tie is None:
+        return None
+    start = jnp.zeros_like(row.log_weight)
+    carry = start + unseen(start.dtype) / 2, start
+    if sink is not None:
+        top = jnp.maximum(carry[0], sink)
+        carry = top, (sink == top).astype(start.dtype)
+    carry = lax.stop_gradient(carry)
+
+    def find(segment, j, carry, seen):
+        return _fold_ties(lax.stop_gradient(score(segment, j, seen)[1].z), *carry)
+
+    for segment in segments:
+        visited = functools.partial(find, segment)
+        carry = visit(segment, i, visited, carry, static=static)
+    top, ties = carry
+    return top, row.tie / jnp.maximum(ties, 1)
+
+
+def _fold_ties(z: jax.Array, top: jax.Array, ties: jax.Array):
+    """The running max of each row and how many scores share it."""
+    new = jnp.maximum(top, z.max(1))
+    equal = (z == new[:, None]).sum(1, dtype=ties.dtype)
+    return new, jnp.where(new == top, ties, 0) + equal
+
+
+def _score_gradient(row: Row, z, d_out: Factor | None, v: Factor, seen, drop, shares):
+    """`dz` of a block, and what it adds to `dv`; None without `d_out`."""
+    acc, low = z.dtype, row.q.dtype
+    p, dp, dv = _weights(row, z, seen), jnp.zeros((), z.dtype), None
+    if d_out is not None:
+        kept = p
+        dp = product("nkd,ndgq->nkgq", v.rows[:, 0], d_out.columns, acc)
+        if seen is not None:
+            assert v.poison is not None and d_out.poison is not None
+            dp = dp + v.poison[:, 0, :, None, None] + d_out.poison[:, None]
+            kept = jnp.where(seen, p + d_out.poison[:, None], 0)
+        if drop is not None:
+            kept, dp = kept * drop, dp * drop
+        dv = product("nkgq,ngqd->nkd", kept.astype(low), d_out.rows, acc)
+    dz = p * (dp - row.shift[:, None])
+    dz = dz if seen is None else jnp.where(seen, dz, 0)
+    if shares is not None:
+        top, share = shares
+        dz = dz + jnp.where(z == top[:, None], share[:, None], 0)
+    return dz, dv
+
+
+def _weights(row: Row, z, seen):
+    """The softmax from its stored statistics; unseen scores give exactly 0."""
+    z = z + row.log_weight[:, None]
+    return jnp.exp(z if seen is None else jnp.where(seen, z, unseen(z.dtype)))
+
+
+def _sink_gradient(row: Row, sink: jax.Array, shares) -> jax.Array:
+    """Summed over the rows, `[kv_heads, group]`: the sink is a score without a key."""
+    blank = row.log_weight == jnp.inf  # a row that sees neither key nor sink
+    z = jnp.where(blank, unseen(sink.dtype), sink + jnp.where(blank, 0, row.log_weight))
+    dz = -jnp.exp(z) * row.shift
+    if shares is not None:
+        top, share = shares
+        dz = dz + jnp.where(sink == top, share, 0)
+    return dz.sum(-1)
+
+
+def _add_keys(total: Totals, segment: Segment, j: Index, dk, dv) -> Totals:
+    def add(x, part):
+        if part is None:
+            return x
+        part = part + cut(x, j, segment.block)
+        return lax.dynamic_update_slice_in_dim(x, part, j * segment.block, 1)
+
+    return total._replace(key=add(total.key, dk), value=add(total.value, dv))
+
+
+def _add_bias(total: Totals, dz, segment: Segment, i: Index, j: Index) -> Totals:
+    """Adds `dz`, summed over the axes on which the bias has size 1."""
+    bias = total.bias
+    if bias is None:
+        return total
+    part = jnp.moveaxis(dz, 1, -1)
+    summed = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+    part = part.sum(summed, keepdims=True) + block_of(bias, segment, i, j)
+    at: list[Any] = [0, 0, 0, 0]
+    if bias.shape[2] > 1:
+        at[2] = i * segment.rows.block
+    if bias.shape[3] > 1:
+        at[3] = j * segment.block
+    at = [jnp.asarray(x, jnp.int32) for x in at]
+    return total._replace(bias=lax.dynamic_update_slice(bias, part, at))

@@ -1,0 +1,285 @@
+"""The rules of the options that `attention_cte` alone has."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from neuronjax.primitives.attention.prefill_rules import CTE, REACH, arguments, row
+from neuronjax.primitives.contracts import Contract, Size, add
+
+_PRIOR = ("k_prior", "v_prior", "prior_used_len")
+_BOUNDS = ("bound_min", "bound_max")
+
+
+def _cte(rule: str, message: str, violated=None, **kwargs: Any) -> None:
+    row(rule, message, violated, (CTE,), **kwargs)
+
+
+def _some(call: Any, names: tuple[str, ...]) -> bool:
+    """Whether some of the arguments are given, and not all."""
+    absent = [getattr(call, name) is None for name in names]
+    return any(absent) and not all(absent)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > 1
+
+
+def _is_key(key: Any) -> bool:
+    """A typed key, or the raw data of one."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    if dtype is None:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return shape == ()
+    return dtype == jnp.uint32 and shape == (2,)
+
+
+def _is_one(scale: Any) -> bool:
+    """Whether a scale is known to be 1."""
+    return isinstance(scale, int | float) and float(scale) == 1.0
+
+
+def _prior(**changes: Any):
+    shapes: Any = dict(k_prior=(2, 8, 4), v_prior=(2, 4, 6), prior_used_len=(1,))
+    return arguments(**(shapes | changes))
+
+
+def _shard(**changes: Any):
+    given: Any = dict(cp_offset=(1, 1), global_cp_deg=2)
+    return arguments(**(given | changes))
+
+
+def _limited(call: Any) -> bool:
+    """Whether a window, a prefix or a shard asks the chip for scale 1."""
+    return bool(call.sliding_window or call.k_prior is not None or call.global_cp_deg)
+
+
+_cte(
+    "prior_together",
+    "k_prior, v_prior and prior_used_len must be given together",
+    lambda c: _some(c, _PRIOR),
+    example=arguments(k_prior=(2, 8, 4)),
+    stage=0,
+)
+_cte(
+    "prior_rank",
+    "k_prior and v_prior must have 3 axes, heads first, and none empty, got "
+    "{k_prior.shape} and {v_prior.shape}",
+    lambda c: any(
+        x is not None and (len(x.shape) != 3 or 0 in x.shape)
+        for x in (c.k_prior, c.v_prior)
+    ),
+    example=_prior(v_prior=(2, 4, 6, 1)),
+    stage=0,
+)
+_cte(
+    "bounds_together",
+    "bound_min and bound_max must be given together",
+    lambda c: _some(c, _BOUNDS),
+    example=arguments(bound_min=(3, 1)),
+    stage=0,
+)
+_cte(
+    "option_shapes",
+    "{misfit}",
+    lambda c: c.misfit,
+    example=arguments(sink=(3, 1)),
+)
+_cte(
+    "prior_dtype",
+    "k_prior and v_prior must have the dtype of k and v, got {k_prior.dtype} and "
+    "{v_prior.dtype} with {k.dtype}",
+    lambda c: (
+        c.k_prior is not None and {c.k_prior.dtype, c.v_prior.dtype} != {c.k.dtype}
+    ),
+    example=_prior(v_prior=np.zeros((2, 4, 6), jnp.bfloat16)),
+)
+_cte(
+    "used_len_dtype",
+    "prior_used_len must be integers, got {prior_used_len.dtype}",
+    lambda c: (
+        c.prior_used_len is not None
+        and not jnp.issubdtype(c.prior_used_len.dtype, jnp.integer)
+    ),
+    example=_prior(prior_used_len=np.zeros(1, np.float32)),
+)
+_cte(
+    "used_len",
+    "prior_used_len must lie in [0, {prior}], the slots of the prior, got {used}",
+    lambda c: c.used is not None and c.prior is not None and not 0 <= c.used <= c.prior,
+    example=_prior(prior_used_len=np.array([5], np.int32)),
+)
+_cte(
+    "offset_dtype",
+    "cp_offset must be integers, got {cp_offset.dtype}",
+    lambda c: (
+        c.cp_offset is not None and not jnp.issubdtype(c.cp_offset.dtype, jnp.integer)
+    ),
+    example=_shard(cp_offset=np.zeros((1, 1), np.float32)),
+)
+_cte(
+    "offset",
+    "cp_offset must be at least 0, got {offset}",
+    lambda c: c.offset is not None and c.offset < 0,
+    example=_shard(cp_offset=np.full((1, 1), -1, np.int32)),
+)
+_cte(
+    "cp_together",
+    "cp_offset must be given for global_cp_deg above 1, and global_cp_deg for "
+    "cp_strided_q_slicing, got {global_cp_deg}",
+    lambda c: (
+        ((c.global_cp_deg or 1) > 1 and c.cp_offset is None)
+        or (c.cp_strided_q_slicing and c.global_cp_deg is None)
+    ),
+    example=arguments(global_cp_deg=2),
+)
+_cte(
+    "cp_degree",
+    "global_cp_deg must be at least 1, got {global_cp_deg}",
+    lambda c: c.global_cp_deg is not None and c.global_cp_deg < 1,
+    example=_shard(global_cp_deg=0),
+)
+_cte(
+    "window",
+    "sliding_window must be a number of keys, at least 0, got {sliding_window}",
+    lambda c: c.sliding_window is not None and c.sliding_window < 0,
+    example=arguments(sliding_window=-1),
+)
+_cte(
+    "causal_alone",
+    "sliding_window and cp_offset need causal_mask, got {causal_mask}",
+    lambda c: not c.causal_mask and (bool(c.sliding_window) or c.cp_offset is not None),
+    example=arguments(sliding_window=2, causal_mask=False),
+)
+_cte(
+    "bounds_alone",
+    "bound_min and bound_max are columns of k: they do not come with a prior or with "
+    "parts of a sequence, got {options}",
+    lambda c: (
+        c.bound_min is not None
+        and (c.k_prior is not None or (c.global_cp_deg or 1) > 1)
+    ),
+    example=_prior(bound_min=(3, 1), bound_max=(3, 1)),
+)
+_cte(
+    "softmax_dtype",
+    "softmax_dtype must be float32 or bfloat16, got {softmax_dtype}",
+    lambda c: jnp.dtype(c.softmax_dtype) not in (jnp.float32, jnp.bfloat16),
+    example=arguments(softmax_dtype="float16"),
+)
+_cte(
+    "mm_out_dtype",
+    "mm_out_dtype must be float32, or bfloat16 on gen4, got {mm_out_dtype} on {target}",
+    lambda c: (
+        jnp.dtype(c.mm_out_dtype) not in (jnp.float32, jnp.bfloat16)
+        or (jnp.dtype(c.mm_out_dtype) == jnp.bfloat16 and c.target != "gen4")
+    ),
+    example=arguments(mm_out_dtype="bfloat16"),
+)
+_cte(
+    "sink_dtype",
+    "sink must have a floating dtype, got {sink.dtype}",
+    lambda c: c.sink is not None and not _is_float(c.sink),
+    example=arguments(sink=np.zeros((4, 1), np.int32)),
+)
+_cte(
+    "cte_mask_shape",
+    "mask must have shape [1 or {scores[0]}, 1 or {scores[1]}, 1 or {scores[2]}], got "
+    "{mask.shape}",
+    lambda c: c.mask_misfit,
+    example=arguments(mask=np.ones((1, 2, 5), bool)),
+)
+_cte(
+    "cte_mask_dtype",
+    "mask must be boolean or integer, got {mask.dtype}: bias is the additive one",
+    lambda c: c.mask is not None and jnp.issubdtype(c.mask.dtype, jnp.floating),
+    example=arguments(mask=(1, 1, 5)),
+)
+_cte(
+    "bias_shape",
+    "bias must have shape [1 or {scores[0]}, 1 or {scores[1]}, 1 or {scores[2]}], got "
+    "{bias.shape}",
+    lambda c: c.bias_misfit,
+    example=arguments(bias=(1, 2, 5)),
+)
+_cte(
+    "bias_dtype",
+    "bias must have a floating dtype, got {bias.dtype}: mask is the boolean one",
+    lambda c: c.bias is not None and not _is_float(c.bias),
+    example=arguments(bias=np.ones((1, 1, 5), bool)),
+)
+_cte(
+    "soft_cap",
+    "logits_soft_cap must be positive and finite, or None, got {logits_soft_cap}",
+    lambda c: c.logits_soft_cap is not None and not 0 < c.logits_soft_cap < jnp.inf,
+    example=arguments(logits_soft_cap=-1.0),
+)
+_cte(
+    "dropout_rate",
+    "dropout_rate must lie in [0, 1), got {dropout_rate}",
+    lambda c: not 0 <= c.dropout_rate < 1,
+    example=arguments(dropout_rate=1.0),
+)
+_cte(
+    "dropout_key",
+    "dropout_key must be one random key for a dropout_rate of {dropout_rate}, got "
+    "{dropout_key}",
+    lambda c: c.dropout_rate != 0 and not _is_key(c.dropout_key),
+    example=arguments(dropout_rate=0.5),
+)
+_cte(
+    "tiled_cte",
+    "tiles take no {options}: pass tensors",
+    lambda c: c.tiled and c.options,
+    example=arguments(tiles=True, sliding_window=2),
+)
+_cte(
+    "chip_scale",
+    "the chip takes scale 1 with a window, a prior or parts of a sequence, got {scale}",
+    lambda c: _limited(c) and not _is_one(c.scale),
+    example=arguments(sliding_window=2, scale=0.5),
+    tag="hw",
+)
+_cte(
+    "chip_columns",
+    "the chip takes at most 131072 keys with those of the prior, got {value}",
+    size=Size("columns", lambda c: c.columns, maximum=REACH),
+    example=arguments(
+        q=(1, 1, 1),
+        k=(1, 1, REACH),
+        v=(1, REACH, 1),
+        k_prior=(1, 1, 1),
+        v_prior=(1, 1, 1),
+        prior_used_len=(1,),
+    ),
+    tag="hw",
+)
+_cte(
+    "chip_window",
+    "the chip takes a window of at most 131072, got {value}",
+    size=Size("W", lambda c: c.sliding_window or 0, minimum=0, maximum=REACH),
+    example=arguments(sliding_window=REACH + 1),
+    tag="hw",
+)
+_cte(
+    "chip_cp_degree",
+    "the chip takes at most 32 parts of a sequence, got {value}",
+    size=Size("degree", lambda c: c.global_cp_deg or 1, maximum=32),
+    example=_shard(global_cp_deg=33),
+    tag="hw",
+)
+add(
+    Contract(
+        "attention.chip_dropout",
+        (CTE,),
+        "Backwards Attention BIR kernel does not currently support non zero dropout "
+        "prob",
+        lambda c: c.dropout_rate != 0,
+        example=arguments(dropout_rate=0.5, dropout_key=np.zeros(2, np.uint32)),
+        tag="hw",
+        literal=True,
+    )
+)
