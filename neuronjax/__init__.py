@@ -7,8 +7,8 @@ from neuronjax.context import lowering as lowering
 from neuronjax.context import plain as plain
 from neuronjax.context import target as target
 from neuronjax.primitives.attention.backward import attention_bwd as attention_bwd
-from neuronjax.primitives.attention.decode import AttnTKGConfig as AttnTKGConfig
-from neuronjax.primitives.attention.decode import attention_tkg as attention_tkg
+from neuronjax.primitives.attention.decode_config import AttnTKGConfig as AttnTKGConfig
+from neuronjax.primitives.attention.decode_tkg import attention_tkg as attention_tkg
 from neuronjax.primitives.attention.prefill import attention_cte as attention_cte
 from neuronjax.primitives.attention.statistics import (
     statistics_from_tiles as statistics_from_tiles,

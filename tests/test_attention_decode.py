@@ -287,16 +287,6 @@ def test_a_tree_of_new_tokens_is_what_its_mask_says():
     np.testing.assert_allclose(got, _attend(*arrays, seen), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["sink", "start_pos_ids", "active_blocks_table"])
-def test_options_of_later_work_refuse(option):
-    """R-27."""
-    mask = jnp.ones((6, 2, 2, 2))
-    with pytest.raises(NotImplementedError, match=f"attention_tkg: {option} = given"):
-        neuronjax.attention_tkg(
-            *_tkg_arrays(), mask, _config(), **{option: jnp.zeros((2, 1))}
-        )
-
-
 def test_gradients_come_from_the_stored_statistics():
     """A poisoned statistic changes the gradients that derive from it, no others."""
     arrays = _draw((1, 2, 1, 2, 4, 4, 4))

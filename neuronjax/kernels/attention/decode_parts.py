@@ -9,14 +9,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
+from neuronjax.kernels.attention.decode_masks import as_int32, between
 from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.kernels.indices import bounded
 from neuronjax.kernels.shard_common import uniform
 
 Cached = Shaped[Array, "rows num_kv_heads _ _"]
-INT32 = -(2**31), 2**31 - 1
 
 
 class Part(NamedTuple):
@@ -66,7 +67,7 @@ def make_parts(cached, visible, q, prior_slots, tp_k_prior) -> list[Part]:
     if visible.mask is not None:
         by_query = grouped(jnp.moveaxis(visible.mask.astype(bool), 0, -1), groups)
     if visible.lengths is not None:
-        seen = _between(values.shape[2], visible.starts, visible.lengths)
+        seen = _window(values.shape[2], visible.starts, visible.lengths)
     else:
         assert by_query is not None
         seen, by_query = by_query[..., :prior_slots], by_query[..., prior_slots:]
@@ -99,8 +100,8 @@ def flat(x):
     return lax.collapse(x, 1, 3)
 
 
-def _between(slots, starts, ends):
-    """`[batch, 1, 1, queries, slots]`: slots from start to end, around if it is less.
+def _window(slots, starts, ends):
+    """`[batch, 1, 1, queries, slots]`: the slots from start to end, or all before it.
 
     They are compared as int32, which no count of another dtype wraps to.
     """
@@ -108,14 +109,12 @@ def _between(slots, starts, ends):
     ends = _by_query(ends)
     if starts is None:
         return slot < ends
-    starts = _by_query(starts)
-    late, early = slot >= starts, slot < ends
-    return jnp.where(starts <= ends, late & early, late | early)
+    return between(slot, _by_query(starts), ends)
 
 
 def _by_query(x):
     """`[batch]` or `[batch, seq]` to `[batch, 1, 1, 1 or seq, 1]`."""
-    x = bounded(x, *INT32)
+    x = as_int32(x)
     x = x[:, None] if x.ndim == 1 else x
     return x[:, None, None, :, None]
 
@@ -148,9 +147,20 @@ def gather_blocks(
     is_fp8 = not is_differentiable(cache.dtype)
     # As bytes: XLA on a CPU would turn the whole fp8 cache to float16 first.
     raw = lax.bitcast_convert_type(cache, jnp.uint8) if is_fp8 else cache
-    picked = raw.at[_places(table, cache, slots)].get(mode="fill", fill_value=0)
+    picked = raw.at[_places(table, cache, slots)].get(
+        mode="fill", fill_value=0, out_sharding=_gathered_sharding(table, cache)
+    )
     picked = lax.bitcast_convert_type(picked, cache.dtype) if is_fp8 else picked
     return lax.collapse(picked, 2, 4)[:, :, :slots]
+
+
+def _gathered_sharding(table, cache):
+    """On an explicit mesh, whose gathers name their result: batch as table, heads."""
+    batch, heads = jax.typeof(table).sharding, jax.typeof(cache).sharding
+    if AxisType.Explicit not in batch.mesh.axis_types:
+        return None
+    spec = PartitionSpec(batch.spec[0], heads.spec[1], None, None, None)
+    return NamedSharding(batch.mesh, spec)
 
 
 def scatter_blocks(
@@ -165,8 +175,11 @@ def scatter_blocks(
     slots, block_len = grad.shape[2], cache.shape[2]
     grad = jnp.pad(grad, [(0, 0), (0, 0), (0, -slots % block_len), (0, 0)])
     grad = grad.reshape(*grad.shape[:2], -1, block_len, grad.shape[3])
-    (empty,) = uniform(jnp.zeros(cache.shape, grad.dtype), grad)[:1]
-    total = empty.at[_places(table, cache, slots)].add(grad, mode="drop")
+    empty = uniform(jnp.zeros(cache.shape, grad.dtype), grad)[0]
+    explicit = _gathered_sharding(table, cache) is not None
+    total = empty.at[_places(table, cache, slots)].add(
+        grad, mode="drop", out_sharding=jax.typeof(cache).sharding if explicit else None
+    )
     return total.astype(cache.dtype)
 
 

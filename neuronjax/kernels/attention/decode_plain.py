@@ -102,6 +102,7 @@ def attention_decode_bwd_plain(
         return (*made, new_k) if fuse_rope else made
 
     floats = [x for x, is_live in zip(operands, live, strict=True) if is_live]
+    made: tuple[Any, ...]
     made, pull = jax.vjp(prepare, *floats)
     seen = _seen(q, v_prior, k_active is not None, rest)
     ds, dv, d_sink = _from_stored(made, seen, sink, stored, acc)
