@@ -9,6 +9,15 @@ from neuronjax.context import target as target
 from neuronjax.primitives.attention.backward import attention_bwd as attention_bwd
 from neuronjax.primitives.attention.decode_config import AttnTKGConfig as AttnTKGConfig
 from neuronjax.primitives.attention.decode_tkg import attention_tkg as attention_tkg
+from neuronjax.primitives.attention.mask_orders import (
+    mask_from_token_order as mask_from_token_order,
+)
+from neuronjax.primitives.attention.mask_orders import (
+    mask_to_token_order as mask_to_token_order,
+)
+from neuronjax.primitives.attention.mask_rules import MaskOrder as MaskOrder
+from neuronjax.primitives.attention.masks import gen_mask_tkg as gen_mask_tkg
+from neuronjax.primitives.attention.masks import gen_mask_tkg_hbm as gen_mask_tkg_hbm
 from neuronjax.primitives.attention.prefill import attention_cte as attention_cte
 from neuronjax.primitives.attention.statistics import (
     statistics_from_tiles as statistics_from_tiles,

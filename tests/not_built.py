@@ -49,7 +49,6 @@ ATTENTION = (
     "sinks, windows, prefix, packing and block caches come with all of attention"
 )
 BLOCK = "the fused decode block comes with all of attention"
-MASKS = "mask generation comes with all of attention"
 EXPERTS = "mixture of experts is not built yet"
 MESH = "collectives and the decode megakernel are not built yet"
 REST = "convolutions and the loss are not built yet"
@@ -61,13 +60,9 @@ TABLE = [
     NotBuilt("attention_cte", ATTENTION, operand("k_prior")),
     NotBuilt("attention_cte", ATTENTION, operand("bound_min")),
     NotBuilt("attention_cte", ATTENTION, operand("cp_offset")),
-    NotBuilt("attention_tkg", ATTENTION, operand("sink")),
-    NotBuilt("attention_tkg", ATTENTION, operand("start_pos_ids")),
-    NotBuilt("attention_tkg", ATTENTION, operand("active_blocks_table")),
     NotBuilt("attention_bwd", ATTENTION, operand("sinks_ref")),
     NotBuilt("attention_bwd", ATTENTION, option("sliding_window", None, 0)),
     NotBuilt("attention_bwd", ATTENTION, operand("bound_min")),
-    *_whole(MASKS, "gen_mask_tkg", "gen_mask_tkg_hbm"),
     *_whole(BLOCK, "attention_block_tkg", "attention_block_tkg (KVDP)"),
     *_whole(EXPERTS, "moe_cte", "blockwise_mm_baseline_shard_hidden"),
     *_whole(EXPERTS, "blockwise_mm_bwd", "moe_tkg", "moe_block_tkg", "topk_reduce"),

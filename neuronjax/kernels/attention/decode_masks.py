@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
+from neuronjax.kernels.dtypes import promoted
 from neuronjax.kernels.indices import bounded
 
 PARTITIONS = 128
@@ -82,6 +83,41 @@ def tokens_at(
 def rows_of_tokens(order: Int[Array, "128 tiles"]) -> Int[Array, " slots"]:
     """The tokens of a mask `[slots, ...]` whose row `f * 128 + p` is `order[p, f]`."""
     return jnp.swapaxes(order, 0, 1).reshape(-1)
+
+
+def slot_cores(slots: int, columns: int, batch: int, lnc: int) -> int:
+    """How many cores share the slots of a cache, for `columns` queries in all.
+
+    Two cores share the sequences where their number is even and there are too many
+    columns for one pass or too few slots to share; otherwise the slots, from 256 on.
+    """
+    by_batch = batch % 2 == 0 and (columns > PARTITIONS or slots < 2 * PARTITIONS)
+    return 2 if lnc == 2 and not by_batch and slots >= 2 * PARTITIONS else 1
+
+
+def position_mask(
+    positions: Num[Array, "partitions batch seq"],
+    starts: Num[Array, "partitions batch seq"] | None,
+    order: Int[Array, "128 tiles"],
+    *,
+    num_heads: int,
+    stale_slots_visible: bool,
+) -> Bool[Array, "128 tiles batch num_heads seq"]:
+    """Which queries see the token `order[p, f]` of the cache."""
+    if starts is not None:
+        dtype = promoted(positions.dtype, starts.dtype)
+        positions, starts = positions.astype(dtype), starts.astype(dtype)
+    slot = order[:, :, None, None].astype(positions.dtype)
+    if starts is None:
+        seen = slot < positions[:, None, :, :1]
+    else:
+        ends = positions
+        if not stale_slots_visible:
+            starts, ends = causal_window(starts, positions)
+        seen = between(slot, starts[:, None], ends[:, None])
+    batch, seq = positions.shape[1:]
+    by_head = jnp.broadcast_to(seen, (*order.shape, batch, seq))[:, :, :, None]
+    return jnp.broadcast_to(by_head, (*order.shape, batch, num_heads, seq))
 
 
 def overwrite_active(

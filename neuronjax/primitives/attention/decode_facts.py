@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from neuronjax.kernels.attention.decode_masks import FLASH_TILE, slot_cores
 from neuronjax.kernels.quantization.fp8 import E4M3
 from neuronjax.primitives.known import known
 from neuronjax.primitives.options import FLOATS
@@ -19,11 +20,9 @@ def tkg_facts(call: SimpleNamespace) -> dict[str, Any]:
     c, table = call.cfg, call.active_blocks_table
     expected = _expected(c, table)
     columns = c.bs * c.q_head * c.s_active
-    # On two cores: the batch is split before the cache is.
-    by_batch = c.bs % 2 == 0 and (columns > 128 or c.curr_sprior < 256)
-    by_slots = not by_batch and c.curr_sprior >= 256
+    by_slots = slot_cores(c.curr_sprior, columns, c.bs, lnc=2) == 2
     shard = c.curr_sprior // 2 if by_slots else c.curr_sprior
-    tiled = c.enable_fa_s_prior_tiling and shard > 8192
+    tiled = c.enable_fa_s_prior_tiling and shard > FLASH_TILE
     num_blocks = 0 if table is None else call.v_prior.shape[0]
     return dict(
         expected=", ".join(
@@ -32,9 +31,9 @@ def tkg_facts(call: SimpleNamespace) -> dict[str, Any]:
             if _misfits(call, argument, shape)
         ),
         columns=columns,
-        by_batch=by_batch,
+        by_batch=c.bs % 2 == 0 and not by_slots,
         by_slots=by_slots,
-        last_tile=shard % 8192 if tiled else 0,
+        last_tile=shard % FLASH_TILE if tiled else 0,
         num_blocks=num_blocks,
         wrong_block=wrong_block(table, num_blocks),
         tiled=False,
