@@ -89,7 +89,8 @@ def attention_bwd(
     if extras.bias is not None:
         grads.append(_bias_gradient(extras.bias, segments, totals, rows))
     if extras.sink is not None:
-        grads.append(d_sink.reshape(extras.sink.shape).astype(extras.sink.dtype))
+        d_sink = lax.collapse(d_sink, 0, 2)[:, None]
+        grads.append(d_sink.astype(extras.sink.dtype))
     if extras.k_prior is not None:
         grads += _key_gradients(segments[0], totals[0], options.scale, tp_k)
     return tuple(grads)
