@@ -25,6 +25,9 @@ from neuronjax.primitives.attention.statistics import (
 from neuronjax.primitives.attention.statistics import (
     statistics_to_tiles as statistics_to_tiles,
 )
+from neuronjax.primitives.attention_block_tkg import (
+    attention_block_tkg as attention_block_tkg,
+)
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.cumsum import cumsum as cumsum
 from neuronjax.primitives.indices import (

@@ -48,22 +48,12 @@ def _whole(reason: str, *functions: str) -> list[NotBuilt]:
 ATTENTION = (
     "sinks, windows, prefix, packing and block caches come with all of attention"
 )
-BLOCK = "the fused decode block comes with all of attention"
 EXPERTS = "mixture of experts is not built yet"
 MESH = "collectives and the decode megakernel are not built yet"
 REST = "convolutions and the loss are not built yet"
 
 
 TABLE = [
-    NotBuilt("attention_cte", ATTENTION, operand("sink")),
-    NotBuilt("attention_cte", ATTENTION, option("sliding_window", None, 0)),
-    NotBuilt("attention_cte", ATTENTION, operand("k_prior")),
-    NotBuilt("attention_cte", ATTENTION, operand("bound_min")),
-    NotBuilt("attention_cte", ATTENTION, operand("cp_offset")),
-    NotBuilt("attention_bwd", ATTENTION, operand("sinks_ref")),
-    NotBuilt("attention_bwd", ATTENTION, option("sliding_window", None, 0)),
-    NotBuilt("attention_bwd", ATTENTION, operand("bound_min")),
-    *_whole(BLOCK, "attention_block_tkg", "attention_block_tkg (KVDP)"),
     *_whole(EXPERTS, "moe_cte", "blockwise_mm_baseline_shard_hidden"),
     *_whole(EXPERTS, "blockwise_mm_bwd", "moe_tkg", "moe_block_tkg", "topk_reduce"),
     *_whole(MESH, "allgather_compute_matmul", "fine_grained_allgather"),

@@ -1,0 +1,1 @@
+"""The fused decode block: norm, QKV, rotation, attention, caches, output projection."""
