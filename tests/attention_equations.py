@@ -1,6 +1,7 @@
 """Attention in float64 numpy, row by row from the equations, for the tests."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -49,15 +50,15 @@ class Attention:
     the weights those in `keep` are divided by `1 - rate`, the others are dropped.
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    seen: np.ndarray
+    q: Any
+    k: Any
+    v: Any
+    seen: Any
     scale: float = 1.0
     cap: float | None = None
-    bias: np.ndarray | None = None
-    sink: np.ndarray | None = None
-    keep: np.ndarray | None = None
+    bias: Any = None
+    sink: Any = None
+    keep: Any = None
     rate: float = 0.0
 
     def __post_init__(self):
@@ -103,7 +104,13 @@ class Attention:
                 neg_max[h, i], recip[h, i] = -z.max(), 1 / e.sum()
         return out, neg_max, recip, -neg_max - np.log(recip)
 
-    def gradients(self, d_out=0.0, d_lse=0.0, d_neg_max=0.0, d_recip=0.0):
+    def gradients(
+        self,
+        d_out: Any = 0.0,
+        d_lse: Any = 0.0,
+        d_neg_max: Any = 0.0,
+        d_recip: Any = 0.0,
+    ):
         """The cotangents of `q`, `k`, `v`, `bias`, `sink` by name, as Jacobian rows."""
         d_out = np.broadcast_to(d_out, (self.heads, self.rows, self.v.shape[2]))
         d_out = d_out.astype(np.float64)

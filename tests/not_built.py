@@ -45,9 +45,6 @@ def _whole(reason: str, *functions: str) -> list[NotBuilt]:
     return [NotBuilt(function, reason) for function in functions]
 
 
-ATTENTION = (
-    "sinks, windows, prefix, packing and block caches come with all of attention"
-)
 EXPERTS = "mixture of experts is not built yet"
 MESH = "collectives and the decode megakernel are not built yet"
 REST = "convolutions and the loss are not built yet"

@@ -170,11 +170,20 @@ def test_log_sum_exp_is_differentiable():
     np.testing.assert_allclose(dk.ravel(), [0.25, 0.75], rtol=1e-5)
 
 
-def test_an_additive_bias_is_refused_at_trace_time():
-    """R-10: a boolean mask has no gradient, a float one is no mask."""
-    q, k, v = _row(0), _row(0, 0).mT, _row(1, 3)
+def test_the_gradient_of_a_broadcast_bias_is_summed_and_a_float_mask_refused():
+    """R-10: dbias [-1, 1] in the bias' own shape; the emitter has masks alone."""
+    q, k, v = (
+        jnp.zeros((2, 1, 1)),
+        jnp.zeros((2, 1, 2)),
+        jnp.tile(_row(1, 3), (2, 1, 1)),
+    )
     bias = jnp.zeros((1, 1, 2))
-    with pytest.raises(ValueError, match="an additive bias and its gradient are not"):
+
+    def run(bias):
+        return neuronjax.attention_cte(q, k, v, causal_mask=False, bias=bias).sum()
+
+    np.testing.assert_allclose(jax.grad(run)(bias), [[[-1, 1]]], rtol=1e-6)
+    with pytest.raises(ValueError, match="attention_cte takes an additive bias"):
         jax.eval_shape(attention_kernel, q, k, v, bias)
 
 
