@@ -15,6 +15,7 @@ from benchmarks.workload import Workload
 
 WORKLOADS = (
     "attention",
+    "attention_options",
     "decode_attention",
     "swiglu",
     "decode_step",
