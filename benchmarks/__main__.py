@@ -17,6 +17,7 @@ WORKLOADS = (
     "attention",
     "attention_options",
     "decode_attention",
+    "decode_options",
     "swiglu",
     "decode_step",
     "quantized_step",
