@@ -21,6 +21,7 @@ from neuronjax.kernels.attention.blocks import (
     like,
     pad_rows,
     rows_first,
+    sees_no_key,
     unblock,
     unseen,
 )
@@ -68,6 +69,7 @@ def attention_bwd(
     q, out = rows_first(q, tp_q), rows_first(out, not tp_out)
     if d_out is not None:
         d_out = rows_first(d_out.astype(dtype), not tp_out)
+        d_out = jnp.where(sees_no_key(neg_max, recip, extras.sink), 0, d_out)
     pulled = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
     whole = _whole_rows(q, d_out, neg_max + jnp.log(recip), pulled, heads, rows)
     sink = None if extras.sink is None else grouped(extras.sink.astype(acc), heads)

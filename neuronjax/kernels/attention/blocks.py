@@ -69,6 +69,20 @@ def clean(x: jax.Array, acc: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, x, 0), poison
 
 
+def sees_no_key(
+    neg_max: jax.Array, recip: jax.Array, sink: jax.Array | None
+) -> jax.Array:
+    """Boolean `[heads, q_seq, 1]`: the output of these rows is 0 whatever anything is.
+
+    `neg_max` is inf without a sink. With one, the row's sink is its maximum and weighs
+    all: its keys, if it has any, weigh nothing in this precision.
+    """
+    blind = neg_max == jnp.inf
+    if sink is None:
+        return blind
+    return blind | ((neg_max == -sink.astype(neg_max.dtype)[:, None]) & (recip == 1))
+
+
 def product(spec: str, a: jax.Array, b: jax.Array, acc: jnp.dtype) -> jax.Array:
     """`jnp.einsum` with sums of dtype `acc`."""
     return jnp.einsum(spec, a, b, preferred_element_type=acc)

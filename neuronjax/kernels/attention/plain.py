@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from neuronjax.kernels.attention.blocks import clean, grouped, product, unseen
+from neuronjax.kernels.attention.blocks import (
+    clean,
+    grouped,
+    product,
+    sees_no_key,
+    unseen,
+)
 from neuronjax.kernels.attention.dropout import kept_weights
 from neuronjax.kernels.attention.options import Extras, Options
 from neuronjax.kernels.attention.prefill import capped, rounded
@@ -85,6 +91,7 @@ def attention_bwd_plain(
     call = _prepare(q, k, v, extras, options, tp_q, tp_k)
     out = out.mT if tp_out else out
     d_out = jnp.zeros_like(out) if d_out is None else d_out.mT if tp_out else d_out
+    d_out = jnp.where(sees_no_key(neg_max, recip, extras.sink), 0, d_out)
     d_neg_max, d_recip = (
         jnp.zeros_like(recip) if d is None else d for d in (d_neg_max, d_recip)
     )

@@ -129,7 +129,9 @@ def attention_cte(
         of the row sum, `[heads, q_seq, 1]`, so that the log-sum-exp is
         `-out_neg_max - log(out_sum_recip)`, the sink's part included. All three are
         differentiable. A key or value that a row does not see never reaches it, NaN
-        included; a row that sees nothing gives 0.
+        included; a row that sees nothing gives 0. Checkpoint names are `attention_out`,
+        `attention_neg_max` and `attention_recip`; with a prefix
+        `prefix_caching_attention_out`, `_neg_max` and `_recip`.
         `statistics_to_tiles` gives the chip's layout of the statistics.
 
     Raises:

@@ -71,8 +71,8 @@ def _emit_backward(operands, outs, cotangents, *, name, is_tiled, **config):
         None if x is None else MemrefTile(x, 1).to_tensor()
         for x in (*outs, *cotangents)
     ]
-    operands: Any = (*_tensors(q, k, v), extras, *rows)
-    *grads, none = attention_gradients(*operands, **config)
+    tensors: Any = (*_tensors(q, k, v), extras, *rows)
+    *grads, none = attention_gradients(*tensors, **config)
     tiles = map(MemrefTile.from_tensor, grads, (2, 2, 1))
     return *(tile.data for tile in tiles), none
 
