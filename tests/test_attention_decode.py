@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax.emit import attention_tkg_fwd_kernel
+from neuronjax.primitives import registry
 from neuronjax.primitives.attention.decode import attention_tkg_backward
 
 # batch, query heads, key heads, new tokens, slots, width of keys, width of values
@@ -294,7 +295,7 @@ def test_gradients_come_from_the_stored_statistics():
         prior_slots=4, tp_k_prior=False, fuse_rope=False, is_tkg=True, is_tiled=False
     )
     operands = (*arrays, None, jnp.array([3]), *[None] * 5)
-    family = neuronjax.primitives.registry.resolve_family("AttentionTkgFwd")
+    family = registry.resolve_family("AttentionTkgFwd")
     outs = family(*operands, name="AttentionTkgFwd", **config)
     seeds = (jnp.ones_like(outs[0]), None, None)
 

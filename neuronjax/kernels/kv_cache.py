@@ -1,9 +1,11 @@
 """Writing keys and values into a cache: a slot that is not there is never clamped.
 
-A write changes its own slots alone. fp8 caches are updated as bytes: XLA on a CPU would
-turn the whole cache to float16 and back, which may change the bits of a NaN in a slot
-that nobody writes.
+A write changes its own slots alone, and not the bits of another one.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +28,18 @@ def write_slots(
 
     A write that does not fit leaves its row of the cache as it was.
     """
-    held, new = _raw(cache), _raw(_cast(new, cache.dtype))
-    if cache.shape[0] == 1:  # no mapped start: XLA updates in place, without a scatter
-        written = _write_row(held[0], new[0], position[0], axis - 1)[None]
-    else:
+    return _bitwise(_rows_writer(axis), cache, _cast(new, cache.dtype), position)
+
+
+@functools.cache
+def _rows_writer(axis: int) -> Callable:
+    def write(cache, new, position):
+        if cache.shape[0] == 1:  # no mapped start: XLA needs no scatter
+            return _write_row(cache[0], new[0], position[0], axis - 1)[None]
         each = jax.vmap(lambda c, n, p: _write_row(c, n, p, axis - 1))
-        written = each(held, new, position)
-    return _typed(written, cache.dtype)
+        return each(cache, new, position)
+
+    return write
 
 
 def _write_row(row, new, position, axis):
@@ -65,13 +72,18 @@ def write_around(
     first = (wide % jnp.asarray(size, wide.dtype)).astype(jnp.int32)
     token = jnp.arange(skipped, count, dtype=jnp.int32)
     slot = (first[:, None] + token) % jnp.int32(size)
-    slot = jnp.where((position >= 0)[:, None], slot, jnp.int32(size))
-    held, new = (
-        jnp.moveaxis(_raw(x), axis, 1) for x in (cache, _cast(new, cache.dtype))
-    )
-    row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
-    written = held.at[row, slot].set(new, mode="drop")
-    return _typed(jnp.moveaxis(written, 1, axis), cache.dtype)
+    slot = jnp.where((position >= 0)[:, None], slot, size + token)
+    return _bitwise(_scatter_writer(axis), cache, _cast(new, cache.dtype), slot)
+
+
+@functools.cache
+def _scatter_writer(axis: int) -> Callable:
+    def write(cache, new, slot):
+        row = jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
+        where = (row, *[slice(None)] * (axis - 1), slot)
+        return _set(cache, where, jnp.moveaxis(new, axis, 1))
+
+    return write
 
 
 def write_blocks(
@@ -87,13 +99,21 @@ def write_blocks(
     nothing.
     """
     block, offset = block_places(cache, new.shape[-2], position, table)
-    held, new = _raw(cache), _raw(_cast(new, cache.dtype))
+    return _bitwise(_write_blocks, cache, _cast(new, cache.dtype), block, offset)
+
+
+def _write_blocks(cache, new, block, offset):
     if cache.ndim == 3:
-        written = held.at[block, offset].set(new, mode="drop")
-    else:
-        by_token = jnp.swapaxes(new, 1, 2)
-        written = held.at[block, :, offset].set(by_token, mode="drop")
-    return _typed(written, cache.dtype)
+        return _set(cache, (block, offset), new)
+    return _set(cache, (block, slice(None), offset), jnp.swapaxes(new, 1, 2))
+
+
+def _set(cache, where, new):
+    """A scatter that may be transposed: no place twice, those outside written nowhere.
+
+    Of two sequences that a caller lets write one slot, either wins.
+    """
+    return cache.at[where].set(new, mode="drop", unique_indices=True)
 
 
 def block_places(
@@ -102,7 +122,10 @@ def block_places(
     position: Integer[Array, " batch"],
     table: Integer[Array, "batch blocks"],
 ) -> tuple[Int[Array, "batch count"], Int[Array, "batch count"]]:
-    """Block and offset of `count` tokens; block `num_blocks` for those not written."""
+    """Block and offset of `count` tokens; past the last block for those not written.
+
+    No two tokens have one place there.
+    """
     num_blocks, block_len = cache.shape[0], cache.shape[-2]
     entries = table.shape[1]
     first = bounded(position, -1, entries * block_len)
@@ -111,7 +134,8 @@ def block_places(
     block = jnp.take_along_axis(block_indices(table, num_blocks), entry, 1)
     fits = (slot >= 0) & (slot < entries * block_len) & (block < num_blocks)
     whole = fits.all(1, keepdims=True)
-    return jnp.where(whole, block, num_blocks), slot % block_len
+    nowhere = jnp.arange(slot.size, dtype=jnp.int32).reshape(slot.shape) + num_blocks
+    return jnp.where(whole, block, nowhere), slot % block_len
 
 
 def block_indices(
@@ -129,9 +153,22 @@ def _cast(new: jax.Array, dtype: DTypeLike) -> jax.Array:
     return new.astype(dtype)
 
 
-def _raw(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint8) if is_fp8(x.dtype) else x
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _bitwise(write: Callable, cache: Any, new: Any, *where: Any) -> Any:
+    """`write(cache, new, *where)`, which moves values, on the bits of narrow floats.
+
+    XLA on a CPU turns a whole narrow cache into a wider type and back for one scatter,
+    and a NaN that nobody writes may come back with other bits.
+    """
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(cache.dtype.itemsize)
+    if bits is None or not jnp.issubdtype(cache.dtype, jnp.floating):
+        return write(cache, new, *where)
+    raw = (lax.bitcast_convert_type(x, bits) for x in (cache, new))
+    return lax.bitcast_convert_type(write(*raw, *where), cache.dtype)
 
 
-def _typed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return lax.bitcast_convert_type(x, dtype) if is_fp8(dtype) else x
+@_bitwise.defjvp
+def _write_tangents(write, primals, tangents):
+    """A write is linear: its derivative writes the tangents."""
+    moved = write(*tangents[:2], *primals[2:])
+    return _bitwise(write, *primals), moved

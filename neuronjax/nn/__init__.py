@@ -2,7 +2,9 @@
 
 from neuronjax.nn.attention import Attention as Attention
 from neuronjax.nn.cache import LayerCache as LayerCache
+from neuronjax.nn.cache import write_block_cache as write_block_cache
 from neuronjax.nn.cache import write_cache as write_cache
+from neuronjax.nn.cache import write_circular_cache as write_circular_cache
 from neuronjax.nn.decoder_layer import DecoderLayer as DecoderLayer
 from neuronjax.nn.mlp import MLP as MLP
 from neuronjax.nn.norm import RMSNorm as RMSNorm

@@ -8,7 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Int, Num, Shaped
 
 from neuronjax.kernels.dtypes import promoted
 from neuronjax.kernels.indices import bounded
@@ -28,7 +28,7 @@ def as_int32(x: Num[Array, "..."]) -> Int[Array, "..."]:
     return x.astype(jnp.int32)
 
 
-def causal_window(starts: Ids, positions: Ids) -> tuple[Ids, Ids]:
+def causal_window(starts: Ids, positions: Ids) -> tuple[Ids, Num[Array, "*rows 1"]]:
     """Returns the starts and the one end `[*rows, 1]` that show no stale slot.
 
     Query `t` at `positions[t]` sees the cache up to the first new token: the slots from
@@ -122,11 +122,11 @@ def position_mask(
 
 def overwrite_active(
     mask: Bool[Array, "128 tiles batch num_heads seq"],
-    active: Num[Array, "seq batch num_heads seq"],
+    active: Shaped[Array, "seq batch num_heads seq"],
     key: Int[Array, "128 tiles"],
 ) -> Bool[Array, "128 tiles batch num_heads seq"]:
     """Returns `mask` with `active[key[p, f]]` where that is a new token's number."""
     count = active.shape[0]
-    picked = jnp.take(active != 0, jnp.clip(key, 0, count - 1), axis=0)
+    picked = jnp.take(active.astype(bool), jnp.clip(key, 0, count - 1), axis=0)
     is_new: jax.Array = (key >= 0) & (key < count)
     return jnp.where(is_new[:, :, None, None, None], picked, mask)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from neuronjax.kernels.attention.decode_masks import as_int32, between
 from neuronjax.kernels.dtypes import is_differentiable
-from neuronjax.kernels.indices import bounded
+from neuronjax.kernels.kv_cache import block_indices
 from neuronjax.kernels.shard_common import uniform
 
 Cached = Shaped[Array, "rows num_kv_heads _ _"]
@@ -117,14 +117,6 @@ def _by_query(x):
     x = as_int32(x)
     x = x[:, None] if x.ndim == 1 else x
     return x[:, None, None, :, None]
-
-
-def block_indices(
-    table: Integer[Array, "batch blocks"], num_blocks: int
-) -> Int[Array, "batch blocks"]:
-    """The table in int32, `num_blocks` for an entry that is no block."""
-    index = bounded(table, -1, num_blocks)
-    return jnp.where(index < 0, num_blocks, index)
 
 
 def _listed(table, num_blocks, block_len, slots) -> Bool[Array, "batch slots"]:

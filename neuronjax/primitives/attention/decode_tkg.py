@@ -40,10 +40,10 @@ def attention_tkg(
     `start_pos_ids` too, query `t` sees the cache slots from `start_pos_ids[b, t]` on;
     where the start is greater than the end, the window goes around: slots from the
     start on, and slots below the end. A window `W` over a flat cache that wraps after
-    `M` slots has the start `(pos + t - W + 1) % M` and the position ids `% M`, with
-    `W <= M <= curr_sprior - s_active`: the last slots are never read. Over a block
-    cache it is `max(0, pos + t - W + 1)`. A window that begins among the new tokens
-    shows none of the cache; which new tokens it shows is the mask's matter.
+    `M` slots, `W <= M <= curr_sprior - s_active` (the last slots are never read), has
+    the start `max(0, pos + t - W + 1) % M` and the position ids `(pos + t) % M`; over a
+    block cache neither is reduced. A window that begins among the new tokens shows none
+    of the cache; which new tokens it shows is the mask's matter.
 
     Args:
         q: `[B, Hq, s, d]`, or `[d, B*Hq*s]` if `cfg.qk_in_sb`.

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Num
+from jaxtyping import Array, Num, Shaped
 
 from neuronjax.kernels.attention.decode_masks import (
     PARTITIONS,
@@ -32,7 +32,7 @@ def gen_mask_tkg(
     s_prior_offset: int = 0,
     block_len: int = 0,
     strided_mm1: bool = True,
-    active_mask: Num[Array, "seq batch num_heads seq"] | None = None,
+    active_mask: Shaped[Array, "seq batch num_heads seq"] | None = None,
     is_batch_sharded: bool = False,
     batch_offset: int = 0,
     n_sprior_tile_total: int = 0,
@@ -126,7 +126,7 @@ def gen_mask_tkg_hbm(
     s_prior: int,
     start_pos_hbm: Num[Array, "1 columns"] | None = None,
     block_len: int = 0,
-    active_mask: Num[Array, "seq batch num_heads seq"] | None = None,
+    active_mask: Shaped[Array, "seq batch num_heads seq"] | None = None,
     *,
     lnc: int = 1,
     enable_fa_s_prior_tiling: bool = True,
