@@ -90,7 +90,7 @@ def attention_bwd(
     grads += _key_gradients(segments[-1], totals[-1], options.scale, tp_k)
     if extras.bias is not None:
         grads.append(_bias_gradient(extras.bias, segments, totals, rows))
-    if extras.sink is not None:
+    if extras.sink is not None and d_sink is not None:
         d_sink = lax.collapse(d_sink, 0, 2)[:, None]
         grads.append(d_sink.astype(extras.sink.dtype))
     if extras.k_prior is not None:
