@@ -3,8 +3,8 @@
 A group of query heads stays with its key head, so every device attends alone.
 
 What crosses the wire. Forward: nothing. Backward: nothing, but for what devices share:
-of a sink, a bias or a scale that is whole over a mesh axis one all-reduce over that
-axis adds the gradients, in the gradient's own shape.
+one all-reduce for each set of axes adds the gradients of the sinks, biases and scales
+that are whole along them.
 """
 
 from typing import Any

@@ -7,9 +7,15 @@ more than one at the start; strided parts cost alike: device `r` of `n` has the 
 
 What crosses the wire. Forward: one all-gather of the keys and one of the values.
 Backward: one reduce-scatter of each one's gradient; the gathered keys and values are
-residuals, unless a remat policy gathers them again. One all-reduce over the axis adds
-the gradients of what its devices share: a prefix, a sink, a bias that is the same for
-all queries, a scale.
+residuals, unless a remat policy gathers them again.
+
+With `halo` a window's keys come from the device before alone. Forward: one collective
+permute of the last `window - 1` keys and one of the values. Backward: one of each
+gradient. No device holds more than its part and the window.
+
+Backward in both forms, one all-reduce for each set of axes adds the gradients of what
+the devices along them share: a prefix, a sink, a bias that is the same for all queries,
+a scale.
 """
 
 from typing import Any, TypeVar
@@ -40,6 +46,7 @@ def context_parallel_attention(
     batch: str | None = None,
     heads: str | None = None,
     strided: bool = False,
+    halo: bool = False,
     **options: Any,
 ) -> Array | tuple[Array, ...]:
     """`attention_cte` with the sequence split over `mesh`, and batch and heads too.
@@ -54,6 +61,10 @@ def context_parallel_attention(
         heads: the mesh axis that splits heads; `None` keeps them whole.
         strided: the sequences of `q`, `k`, `v` and of the result are in the order of
             `stride_sequence`; otherwise they are in natural order.
+        halo: fetch the keys of a window from the device before instead of gathering all
+            of them. For natural order, equal lengths of `q` and `k`, a window of at
+            most one key more than a device's part, and neither a prefix nor a mask or
+            bias with columns.
         **options: further arguments of `attention_cte`, by name, shaped as in
             `sharded_attention`. The queries' axis of `mask` and `bias`, and the bounds,
             are in the order of `q`; their columns and the prefix are in natural order,
@@ -65,8 +76,8 @@ def context_parallel_attention(
 
     Raises:
         ValueError: the mesh lacks an axis, a size does not divide, an option has
-            another shape, or it is one that the mesh sets (`cp_offset`,
-            `global_cp_deg`, `cp_strided_q_slicing`).
+            another shape, it is one that the mesh sets (`cp_offset`, `global_cp_deg`,
+            `cp_strided_q_slicing`), or `halo` comes with what it is not for.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,21 +93,64 @@ def context_parallel_attention(
         raise ValueError(f"{_NAME}: the mesh sets {', '.join(sorted(taken))}")
     shards = mesh.shape[axis]
     operands = dict(q=q, k=k, v=v, **options)
-    lengths = (operands[n].shape[sequence_axis(n, options)] for n in "qkv")
+    lengths = [operands[n].shape[sequence_axis(n, options)] for n in "qkv"]
     require_whole(_NAME, mesh, axis, "sequences", *lengths)
+    if halo:
+        _require_halo(operands, lengths, strided, shards)
 
     def local(arrays: dict[str, Array], static: dict[str, Any]) -> None:
+        if shards == 1:
+            return
+        if halo:
+            _fetch_halo(arrays, static, axis, shards)
+            return
         for name in "kv":
             where = sequence_axis(name, static)
             arrays[name] = _gathered(arrays[name], axis, where, strided)
-        if shards > 1 and static.get("causal_mask", True):
+        if static.get("causal_mask", True):
             here = lax.axis_index(axis).astype(jnp.int32)
-            step = 1 if strided else arrays["q"].shape[sequence_axis("q", static)]
+            step = 1 if strided else lengths[0] // shards
             arrays["cp_offset"] = (here * step).reshape(1, 1)
             static.update(global_cp_deg=shards, cp_strided_q_slicing=strided)
 
     split = dict(batch=batch, heads=heads, rows=axis)
     return split_attention(_NAME, mesh, operands, **split, local=local)
+
+
+def _require_halo(
+    operands: dict[str, Any], lengths: list[int], strided: bool, shards: int
+) -> None:
+    """Refuses what needs keys of more than one device before."""
+    window, columns = operands.get("sliding_window"), ("mask", "bias")
+    wide = [n for n in columns if operands.get(n) is not None]
+    wide = [n for n in wide if operands[n].shape[-1] != 1]
+    part = lengths[1] // shards
+    wrong = {
+        "natural order": strided,
+        "queries and keys of one length": lengths[0] != lengths[1],
+        f"a window of 1 to {part + 1}": not window or not 0 < window <= part + 1,
+        "no prefix": operands.get("k_prior") is not None,
+        "no columns in a mask or bias": bool(wide),
+    }
+    if any(wrong.values()):
+        needed = ", ".join(word for word, broken in wrong.items() if broken)
+        raise ValueError(f"{_NAME}: halo needs {needed}")
+
+
+def _fetch_halo(
+    arrays: dict[str, Array], static: dict[str, Any], axis: str, shards: int
+) -> None:
+    """The keys before a device's own, as a prefix: of none on the first device."""
+    before = static["sliding_window"] - 1
+    if not before:
+        return
+    for name in "kv":
+        x, where = arrays[name], sequence_axis(name, static)
+        tail = lax.slice_in_dim(x, x.shape[where] - before, None, axis=where)
+        steps = [(i, i + 1) for i in range(shards - 1)]
+        arrays[f"{name}_prior"] = lax.ppermute(tail, axis, steps)
+    used = jnp.where(lax.axis_index(axis) > 0, before, 0)
+    arrays["prior_used_len"] = used.astype(jnp.int32).reshape(1)
 
 
 def _gathered(x: Array, axis: str, where: int, strided: bool) -> Array:

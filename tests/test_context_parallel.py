@@ -1,0 +1,266 @@
+"""Prefill with the sequence split over a mesh equals one device, at the stated cost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import neuronjax
+from neuronjax.sharding import (
+    context_parallel_attention,
+    make_mesh,
+    sharded_attention,
+    stride_sequence,
+    unstride_sequence,
+)
+from tests.attention_mesh import DEVICES, OPTIONS, agree, alone, costs, operands, split
+
+
+def sequence_axes(static):
+    """Where each array has the tokens, when the context is split."""
+    q = 2 if static.get("tp_q", True) else 3
+    return dict(q=q, k=2 if static.get("tp_k") else 3, v=2, bias=2, mask=2)
+
+
+def in_natural_order(function, shards, static):
+    """A strided `function`, called with and returning natural order."""
+    axes = sequence_axes(static)
+    out = 3 if static.get("tp_out") else 2
+
+    def run(arrays):
+        strided = {
+            n: stride_sequence(x, shards, axes[n])
+            if n in axes and x.shape[axes[n]] > 1
+            else x
+            for n, x in arrays.items()
+        }
+        outs = split(function, strided, static)
+        if not isinstance(outs, tuple):
+            return unstride_sequence(outs, shards, out)
+        rest = (unstride_sequence(x, shards, 2) for x in outs[1:])
+        return unstride_sequence(outs[0], shards, out), *rest
+
+    return run
+
+
+def context_parallel(mesh, strided, static, **axes):
+    function = functools.partial(
+        context_parallel_attention, mesh, strided=strided, **axes
+    )
+    if strided:
+        return in_natural_order(function, mesh.shape["context"], static)
+    return lambda arrays: split(function, arrays, static)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_sequence_over_a_mesh_equals_one_device(devices, strided):
+    arrays, static = operands(1, 4, 2, 3 * devices, "sink of each sequence")
+    run = context_parallel(make_mesh(context=devices), strided, static)
+    agree(run, lambda a: alone(a, static), arrays)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize(
+    "option", sorted(OPTIONS.keys() - {"window", "sink", "prefix"})
+)
+def test_every_option_over_batch_heads_and_sequence_at_once(option, strided):
+    arrays, static = operands(2, 4, 2, 6, option)
+    mesh = make_mesh(data=2, context=2, tensor=2)
+    run = context_parallel(mesh, strided, static, batch="data", heads="tensor")
+    agree(run, lambda a: alone(a, static), arrays)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_queries_and_keys_of_two_lengths_over_the_sequence(strided):
+    arrays, static = operands(1, 2, 1, 6, "window")
+    arrays["k"], arrays["v"] = arrays["k"][..., :3], arrays["v"][:, :, :3]
+    run = context_parallel(make_mesh(context=3), strided, static)
+    agree(run, lambda a: alone(a, static), arrays)
+
+
+# With parts of 3 tokens: no neighbour, a part of one, and all of it.
+@pytest.mark.parametrize(
+    ("devices", "window"), [(1, 3), (2, 1), (2, 3), (3, 4), (5, 3), (8, 4)]
+)
+def test_a_halo_is_enough_for_a_window(devices, window):
+    arrays, static = operands(1, 4, 2, 3 * devices, "sink of each sequence")
+    static["sliding_window"] = window
+    run = context_parallel(make_mesh(context=devices), False, static, halo=True)
+    agree(run, lambda a: alone(a, static), arrays)
+
+
+def test_a_halo_with_layouts_batch_and_heads():
+    arrays, static = operands(2, 4, 2, 6, "layouts, soft cap")
+    static["sliding_window"] = 3
+    mesh = make_mesh(data=2, context=2, tensor=2)
+    split = dict(batch="data", heads="tensor", halo=True)
+    run = context_parallel(mesh, False, static, **split)
+    agree(run, lambda a: alone(a, static), arrays)
+
+
+def test_a_context_of_one_device_is_plain_attention():
+    arrays, static = operands(1, 2, 1, 5, "sink of each sequence")
+    run = context_parallel(make_mesh(context=1), True, static)
+    agree(run, lambda a: alone(a, static), arrays)
+
+
+def test_explicit_axes_carry_the_split_in_the_type():
+    arrays, static = operands(1, 2, 1, 4, "sink")
+    mesh = make_mesh(explicit=True, context=2)
+    with jax.set_mesh(mesh):
+        q, k, v = (
+            jax.device_put(arrays[n], jax.NamedSharding(mesh, ALONG[n])) for n in "qkv"
+        )
+        out = jax.jit(functools.partial(context_parallel_attention, mesh))(
+            q, k, v, sink=arrays["sink"]
+        )
+        assert jax.typeof(out).sharding.spec[:3] == (None, None, "context")
+    np.testing.assert_allclose(out, alone(arrays, static), rtol=1e-5, atol=1e-6)
+
+
+ALONG = dict(
+    q=P(None, None, "context"),
+    k=P(None, None, None, "context"),
+    v=P(None, None, "context"),
+    bias=P(None, None, "context"),
+)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize(
+    ("option", "shared"),
+    [("window", 0), ("bias", 0), ("sink", 1), ("bias of a column", 1), ("prefix", 1)],
+)
+def test_over_the_sequence_keys_and_values_are_gathered_once(option, shared, strided):
+    mesh = make_mesh(context=3)
+    run = functools.partial(context_parallel_attention, mesh, strided=strided)
+    forward, both = costs(mesh, run, ALONG, option)
+    assert forward == {"all-gather": 2}
+    added = {"all-reduce": shared} if shared else {}
+    assert both == {"all-gather": 2, "reduce-scatter": 2} | added
+
+
+def test_a_halo_moves_what_a_window_needs_of_its_neighbour():
+    run = functools.partial(
+        context_parallel_attention, make_mesh(context=3), halo=True, sliding_window=3
+    )
+    forward, both = costs(make_mesh(context=3), run, ALONG, "sink")
+    assert forward == {"collective-permute": 2}
+    assert both == {"collective-permute": 4, "all-reduce": 1}
+
+
+def test_shared_gradients_are_added_once_for_each_set_of_axes():
+    mesh = make_mesh(data=2, context=2)
+    run = functools.partial(context_parallel_attention, mesh, batch="data")
+    specs = {n: P("data", *spec[1:]) for n, spec in ALONG.items()}
+    specs |= dict.fromkeys(("k_prior", "v_prior"), P("data"))
+    forward, both = costs(mesh, run, specs, "prefix, window, sink")
+    assert forward == {"all-gather": 2}
+    # The prefix's over the context, the sink's over the batch too.
+    assert both == {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 2}
+
+
+def weights(mesh, function, heads, seq, key, **axes):
+    """The weights of uniform attention with dropout, `[heads, seq, seq]`."""
+    q, k = jnp.zeros((1, heads, seq, 1)), jnp.zeros((1, heads, 1, seq))
+    v = jnp.broadcast_to(jnp.eye(seq), (1, heads, seq, seq))
+    options = dict(causal_mask=False, dropout_rate=0.5, dropout_key=key)
+    return function(mesh, q, k, v, **options, **axes)[0]
+
+
+def test_devices_drop_by_keys_of_their_own():
+    key, seq = jax.random.key(3), 16
+    options = dict(causal_mask=False, dropout_rate=0.5)
+    q, v = jnp.zeros((1, seq, 1)), jnp.eye(seq)[None]
+    by_device = [
+        neuronjax.attention_cte(
+            q, q.mT, v, dropout_key=jax.random.fold_in(key, i), **options
+        )[0]
+        for i in range(4)
+    ]
+    by_head = weights(make_mesh(tensor=4), sharded_attention, 4, seq, key)
+    np.testing.assert_allclose(by_head, by_device, rtol=1e-6)
+    for i in range(4):
+        for j in range(i):
+            assert (by_head[i] != by_head[j]).any()
+    mesh, whole = make_mesh(context=4), jax.jit(weights, static_argnums=(0, 1, 2, 3))
+    by_row = whole(mesh, context_parallel_attention, 1, seq, key)[0]
+    parts = np.asarray(by_row).reshape(4, seq // 4, seq)
+    assert {0.0, 2 / seq} == {round(float(x), 6) for x in np.unique(parts)}
+    assert len({part.tobytes() for part in parts}) == 4
+
+
+def test_dropout_over_a_mesh_is_the_same_forward_and_backward():
+    arrays, static = operands(1, 4, 2, 6, "full")
+    key = jax.random.key(1)
+    mesh = make_mesh(context=2, tensor=2)
+
+    def run(v):
+        return context_parallel_attention(
+            *(mesh, arrays["q"], arrays["k"], v),
+            heads="tensor",
+            dropout_rate=0.3,
+            dropout_key=key,
+            **static,
+        )
+
+    # Linear in the values: the gradient's product with them is the output's sum.
+    out, pull = jax.vjp(jax.jit(run), arrays["v"])
+    (dv,) = pull(jnp.ones_like(out))
+    np.testing.assert_allclose(jnp.vdot(dv, arrays["v"]), out.sum(), rtol=1e-5)
+
+
+def test_strided_order_gives_device_r_every_nth_token_from_r():
+    tokens = jnp.arange(12).reshape(2, 6)
+    strided = stride_sequence(tokens, 3)
+    assert strided.tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
+    assert unstride_sequence(strided, 3).tolist() == tokens.tolist()
+    assert stride_sequence(tokens.T, 3, axis=0).T.tolist() == strided.tolist()
+    assert stride_sequence(tokens, 1).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda q, k, v: context_parallel_attention(
+                make_mesh(context=4), q, k, v, batch="data"
+            ),
+            r"batch must be an axis of the mesh, one of \('context',\), got 'data'",
+        ),
+        (
+            lambda q, k, v: context_parallel_attention(make_mesh(context=4), q, k, v),
+            r"context_parallel_attention: sequences of q, k and v must be multiples of "
+            r"the 4 devices of 'context', got \(6, 6, 6\)",
+        ),
+        (
+            lambda q, k, v: context_parallel_attention(
+                make_mesh(context=2), q, k, v, cp_offset=1, global_cp_deg=2
+            ),
+            "the mesh sets cp_offset, global_cp_deg",
+        ),
+        (
+            lambda q, k, v: context_parallel_attention(
+                *(make_mesh(context=2), q, k, v),
+                halo=True,
+                strided=True,
+                sliding_window=5,
+                bias=jnp.zeros((1, 1, 1, 6)),
+            ),
+            "halo needs natural order, a window of 1 to 4, "
+            "no columns in a mask or bias",
+        ),
+        (
+            lambda q, k, v: stride_sequence(q, 4, axis=2),
+            "stride_sequence: the sequence must be a multiple of the 4 devices, got 6",
+        ),
+    ],
+)
+def test_what_a_mesh_cannot_split_is_refused(call, words):
+    arrays, _ = operands(1, 2, 2, 6, "window")
+    with pytest.raises(ValueError, match=words):
+        call(*(arrays[n] for n in "qkv"))
