@@ -4,8 +4,8 @@ Every rank projects its own query heads of all sequences, and attends with the h
 all ranks to the cached keys and values of its own sequences.
 
 What crosses the wire. Forward: two all-gathers, of the queries and of what attention
-made of them; nothing else, `X_out` is a part of a sum. Backward: the queries' and the
-heads' all-gather again, two all-to-alls back, and one all-reduce of the gradients of
+made of them; nothing else, `X_out` is a part of a sum. Backward: both again, which XLA
+may join with the forward's; two all-to-alls back; and all-reduces of the gradients of
 what every rank holds whole (`X`, the columns of key and value, gains, tables, sinks).
 """
 
@@ -49,8 +49,11 @@ def sharded_attention_block_tkg(
         ranks: the mesh axis of `R` ranks; rank `r` has query heads `r*N/R` on, and the
             caches of the sequences `r*B/R` on.
         **arguments: further arguments of `attention_block_tkg`, by name, as for one
-            device: `N` heads, `B` sequences. Blocks of a block cache are divided in
-            order, and a table and an index count within the blocks of their rank.
+            device: `N` heads, `B` sequences. `W_qkv`, `bias_qkv` and the scale of `ROW`
+            may be pairs, of the query columns and those of key and value: each rank
+            then holds its query columns alone, and no slice moves them. Blocks of a
+            block cache are divided in order, and a table and an index count within the
+            blocks of their rank.
 
     Returns:
         `(X_out, K_out, V_out)`. `X_out` has an axis of ranks in front: `X_out[r]` is
@@ -75,10 +78,14 @@ def sharded_attention_block_tkg(
     """
     require_axes("sharded_attention_block_tkg", mesh, ranks=ranks)
     count = mesh.shape[ranks]
-    width = _head_width(X, count, arguments)
-    arrays = {key: x for key, x in arguments.items() if hasattr(x, "shape")}
+    _require_divisible(X, count, arguments)
+    arrays = {
+        key: x
+        for key, x in arguments.items()
+        if hasattr(x, "shape") or isinstance(x, tuple)
+    }
     options = {key: x for key, x in arguments.items() if key not in arrays}
-    parts, whole = _divided(arrays, width, options)
+    parts, whole = _divided(arrays, options)
 
     def local(X, parts, whole):
         given = whole | {key: x for key, x in parts.items() if key not in _COLUMNS}
@@ -99,23 +106,32 @@ def sharded_attention_block_tkg(
     )
 
 
-def _head_width(X: Any, count: int, arguments: dict[str, Any]) -> int:
-    """The columns of all query heads."""
+def _require_divisible(X: Any, count: int, arguments: dict[str, Any]) -> None:
+    """Refuses heads or sequences that the ranks cannot share evenly."""
     for name in ("W_qkv", "V_cache"):
-        if getattr(arguments.get(name), "shape", ()) == ():
+        if arguments.get(name) is None:
             raise ValueError(f"sharded_attention_block_tkg: {name} must be given")
-    head, columns = arguments["V_cache"].shape[-1], arguments["W_qkv"].shape[-1]
-    heads = columns // head - 2
+    heads = _query_columns(arguments["W_qkv"], arguments) // _head_dim(arguments)
     if heads < 1 or heads % count or X.shape[0] % count:
         raise ValueError(
             "sharded_attention_block_tkg: heads of W_qkv and sequences of X must be "
             f"multiples of the {count} ranks, got {heads} and {X.shape[0]}"
         )
-    return heads * head
+
+
+def _head_dim(arguments: dict[str, Any]) -> int:
+    return arguments["V_cache"].shape[-1]
+
+
+def _query_columns(columns: Any, arguments: dict[str, Any]) -> int:
+    """How many columns belong to queries."""
+    if isinstance(columns, tuple):
+        return columns[0].shape[-1]
+    return columns.shape[-1] - 2 * _head_dim(arguments)
 
 
 def _divided(
-    arrays: dict[str, Any], width: int, options: dict[str, Any]
+    arrays: dict[str, Any], options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What each rank holds a part of, and what it holds whole.
 
@@ -126,7 +142,9 @@ def _divided(
     parts, whole = {}, {}
     for key, x in arrays.items():
         if key in columns:
-            parts[key], whole[key] = x[:, :width], x[:, width:]
+            width = _query_columns(x, arrays)
+            pair = x if isinstance(x, tuple) else (x[:, :width], x[:, width:])
+            parts[key], whole[key] = pair
         elif key in _BY_SEQUENCE or key == "W_out":
             parts[key] = x
         else:

@@ -114,14 +114,21 @@ def _attended(q, k, v, o, c):
         a if a.ndim == 4 else a[:, None] for a in (o.k_cache, o.v_cache)
     )
     sink = ranks.all_sinks(o.sink, o.num_heads, c)
-    seen = (o.mask, None, None, None, sink, None, o.table)
+    seen = (_mask(o), None, None, None, sink, None, o.table)
     return (ranks.all_heads(q, c), k, v, k_cache, v_cache, *seen)
+
+
+def _mask(o):
+    """The mask; where it shows new tokens alone, one slot of the cache hidden."""
+    if o.mask.shape[0] > o.x.shape[1]:
+        return o.mask
+    return jnp.concatenate([o.mask[:1] & False, o.mask])
 
 
 def _decode(o, c, static) -> dict[str, Any]:
     return dict(
         name="AttentionTkgFwd",
-        prior_slots=o.mask.shape[0] - o.x.shape[1],
+        prior_slots=max(o.mask.shape[0] - o.x.shape[1], 1),
         tp_k_prior=not c.k_transposed,
         fuse_rope=False,
         static=static,

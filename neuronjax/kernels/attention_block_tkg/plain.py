@@ -177,18 +177,23 @@ def out_plain(
 
 def attended(q: Array, k: Array, v: Array, o: Operands, c: Any) -> tuple:
     """The operands of attention."""
-    caches = (a if a.ndim == 4 else a[:, None] for a in (o.k_cache, o.v_cache))
+    # Joined with new tokens: fp8 values, but no derivative may pass through fp8.
+    wide = [a.astype(q.dtype) if is_fp8(a.dtype) else a for a in (o.k_cache, o.v_cache)]
+    caches = [a if a.ndim == 4 else a[:, None] for a in wide]
     sink = o.sink
     if c.kvdp > 1:
         q = own(lax.all_gather(q, c.axis, axis=1, tiled=True), 0, c)
         if sink is not None and sink.shape[0] == o.num_heads:
             sink = lax.all_gather(sink, c.axis, axis=0, tiled=True)
-    return (q, k, v, *caches, o.mask, None, None, None, sink, None, o.table)
+    mask = o.mask
+    if mask.shape[0] == o.x.shape[1]:  # no slot of the cache: one that nobody sees
+        mask = jnp.concatenate([jnp.zeros_like(mask[:1]), mask])
+    return (q, k, v, *caches, mask, None, None, None, sink, None, o.table)
 
 
 def decode_config(o: Operands, c: Any) -> dict[str, Any]:
     """The config of attention."""
-    slots = o.mask.shape[0] - o.x.shape[1]
+    slots = max(o.mask.shape[0] - o.x.shape[1], 1)
     layout = dict(prior_slots=slots, tp_k_prior=not c.k_transposed, fuse_rope=False)
     return dict(layout, name="AttentionTkgFwd")
 

@@ -158,8 +158,9 @@ def _attention(q, k, v, o, outs, pulled, c):
     )
     dq, dk, dv = (next(back) for _ in range(3))
     for key in ("k_cache", "v_cache"):
+        d_cache = next(back).reshape(getattr(o, key).shape)
         if is_differentiable(getattr(o, key).dtype):
-            grads[key] = next(back).reshape(getattr(o, key).shape)
+            grads[key] = d_cache
     d_sink = None if sink is None else next(back)
     dq, more = unspread((dq, d_sink))
     return dict(grads, **more, q=dq, k=dk, v=dv)

@@ -158,7 +158,7 @@ def _operands(call: SimpleNamespace) -> Operands:
     """The operands that the call uses: a stage that is left out reads none."""
     given = {ours: getattr(call, theirs) for theirs, ours in OPERANDS.items()}
     if call.attention_mask is not None:
-        given["mask"] = jnp.asarray(call.attention_mask) != 0
+        given["mask"] = jnp.asarray(call.attention_mask).astype(bool)
     if call.skip_attention:
         given |= dict.fromkeys(("mask", "sink"))
     if call.cos is None or call.sin is None:

@@ -1,0 +1,203 @@
+"""What the decode block writes, reads and never touches in its caches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.attention_block_case import (
+    BLOCKS,
+    E4M3,
+    call,
+    combination,
+    operands,
+    reference,
+    sizes,
+)
+from tests.macro_case import error
+from tests.test_attention_block_tkg_gradients import loss, split
+
+
+def run(arrays, options):
+    return jax.jit(lambda arrays: call(arrays, options))(arrays)
+
+
+def hidden_slots(arrays):
+    """Which cache slots no query sees, `[..., slots]` of the caches' own layout."""
+    mask = np.asarray(arrays["attention_mask"])
+    seq = arrays["X"].shape[1]
+    seen = mask[: len(mask) - seq].any((2, 3)).T
+    shape = arrays["V_cache"].shape
+    hidden = np.ones((shape[0], shape[-2]), bool)
+    if "active_blocks_table" not in arrays:
+        hidden[:, : seen.shape[1]] = ~seen
+        return hidden
+    for b, blocks in enumerate(np.asarray(arrays["active_blocks_table"])):
+        for slot in np.flatnonzero(seen[b]):
+            hidden[blocks[slot // shape[1]], slot % shape[1]] = False
+    return hidden
+
+
+def poisoned(arrays, value):
+    """The arrays with `value` in every slot that no query sees."""
+    hidden, found = hidden_slots(arrays), dict(arrays)
+    assert hidden.any() and not hidden.all()
+    for name in ("K_cache", "V_cache"):
+        cache = np.array(arrays[name])
+        rows = cache[:, 0] if cache.ndim == 4 else cache
+        turned = rows.shape[1:] != (hidden.shape[1], rows.shape[2])
+        (rows.swapaxes(1, 2) if turned else rows)[hidden] = value
+        found[name] = jnp.asarray(cache)
+    return found
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["every norm", "keys transposed", "blocks", "new tokens alone"]
+)
+def test_hidden_slots_reach_no_output_and_no_gradient(name, value):
+    arrays, options = combination(name)
+    if name == "new tokens alone":
+        bad = arrays | {
+            k: jnp.full_like(arrays[k], value) for k in ("K_cache", "V_cache")
+        }
+    else:
+        bad = poisoned(arrays, value)
+    options = options | dict(update_cache=False)
+    np.testing.assert_array_equal(run(bad, options)[0], run(arrays, options)[0])
+    got, wanted = (
+        jax.jit(jax.grad(loss(options, split(a)[1])))(split(a)[0])
+        for a in (bad, arrays)
+    )
+    for key in wanted:
+        assert np.isfinite(got[key]).all(), key
+        assert error(got[key], wanted[key]) <= 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks"])
+def test_hidden_fp8_slots_reach_no_output(name):
+    arrays, options = combination(name)
+    bad = poisoned(arrays, np.nan)
+    for a, b in zip(run(bad, options)[:1], run(arrays, options)[:1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["bare", "blocks", "fp8", "fp8 blocks"])
+def test_no_other_slot_is_touched(name):
+    """Bit by bit, a NaN's payload too."""
+    arrays, options = combination(name)
+    kind = arrays["K_cache"].dtype
+    raw = np.uint8 if kind == E4M3 else np.uint32
+    bits = np.array([0x7F, 0xFF, 0x79] if raw == np.uint8 else [0x7FC01234, 0xFFC00001])
+    for key in ("K_cache", "V_cache"):
+        rng = np.random.default_rng(3)
+        noise = rng.choice(bits, arrays[key].shape).astype(raw)
+        arrays[key] = jnp.asarray(noise.view(kind))
+    arrays["attention_mask"] = (
+        arrays["attention_mask"].at[: -arrays["X"].shape[1]].set(0)
+    )
+    _, *got = run(arrays, options)
+    for out, key in zip(got, ("K_cache", "V_cache"), strict=True):
+        before, after = (np.asarray(x).view(raw) for x in (arrays[key], out))
+        count = arrays["X"].shape[:2]
+        rows = (before != after).any(-1)
+        assert rows.sum() <= count[0] * count[1]
+        assert rows.any()
+
+
+SKIPS = [np.uint32(0xFFFFFFFF), np.int32(-1), np.int8(-1)]
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_an_index_that_says_no_write_writes_nothing(skip, blocks, known):
+    arrays = operands(BLOCKS if blocks else sizes(), {})
+    index = np.array(arrays["kv_cache_update_idx"]).astype(skip.dtype)
+    index[0] = skip
+    arrays["kv_cache_update_idx"] = jnp.asarray(index)
+    outs = call(arrays, {}) if known else run(arrays, {})
+    signed = dict(arrays, kv_cache_update_idx=index.astype(np.int64))
+    for out, exact in zip(outs[1:], reference(signed, {})[1:], strict=True):
+        assert error(out, exact) <= 1e-6
+    if not blocks:
+        np.testing.assert_array_equal(outs[1][0], arrays["K_cache"][0])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("start", "dtype"), [(8, "uint32"), (31, "int32"), (40, "int8")]
+)
+def test_a_write_that_does_not_fit_is_refused_or_left_out(blocks, start, dtype):
+    """R-15: a write of 2 tokens at the last slot, and past the end."""
+    n = sizes(slots=8, visible=8, block=4) if blocks else sizes()
+    start = start + 23 if blocks and start == 8 else start
+    arrays = operands(n, {})
+    index = np.array(arrays["kv_cache_update_idx"]).astype(dtype)
+    index[1] = start
+    arrays["kv_cache_update_idx"] = jnp.asarray(index)
+    with pytest.raises(ValueError, match=f"room for S = 2 tokens .* got {start}"):
+        call(arrays, {})
+    outs = run(arrays, {})
+    for out, exact in zip(outs[1:], reference(arrays, {})[1:], strict=True):
+        assert error(out, exact) <= 1e-6
+
+
+def test_more_tokens_than_slots_are_written_nowhere():
+    arrays = operands(sizes(seq=3, slots=6, visible=3, block=1), {})
+    cache = arrays["K_cache"][:2]
+    arrays |= dict(K_cache=cache, V_cache=cache + 1)
+    arrays["active_blocks_table"] = jnp.zeros((2, 3), jnp.uint32)
+    arrays["kv_cache_update_idx"] = jnp.zeros((2, 1), jnp.uint32)
+    _, k_out, v_out = run(arrays, {})
+    np.testing.assert_array_equal(k_out, cache)
+    np.testing.assert_array_equal(v_out, cache + 1)
+    live, rest = split(arrays)
+    grads = jax.jit(lambda live, rest: jax.grad(loss({}, rest))(live))(live, rest)
+    assert all(np.isfinite(g).all() for g in grads.values())
+
+
+def test_of_two_sequences_that_name_one_slot_the_later_counts():
+    """Their gradients go to who wrote."""
+    arrays = operands(sizes(slots=8, visible=8, block=4), {})
+    arrays["kv_cache_update_idx"] = jnp.array([[5], [6]], jnp.uint32)
+    outs = run(arrays, {})
+    for out, exact in zip(outs, reference(arrays, {}), strict=True):
+        assert error(out, exact) <= 5e-6
+
+    def value(x):
+        return call(dict(arrays, X=x), {})[2].reshape(-1, 4)[5:8].sum()
+
+    dx = jax.grad(value)(arrays["X"])
+    columns = arrays["W_qkv"][:, -4:].sum(1)
+    wanted = np.stack([[columns, columns * 0], [columns, columns]])
+    assert error(dx, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["bare", "keys transposed", "blocks", "fp8"])
+def test_donated_caches_are_updated_in_place(name):
+    arrays, options = combination(name)
+    caches = {k: jnp.array(arrays.pop(k)) for k in ("K_cache", "V_cache")}
+    wanted = call(arrays | caches, options)
+    step = jax.jit(lambda c, a: call(a | c, options)[1:], donate_argnums=0)
+    compiled = step.lower(caches, arrays).compile()
+    saved = compiled.memory_analysis().alias_size_in_bytes
+    assert saved >= sum(x.nbytes for x in caches.values())
+    got = step(caches, arrays)
+    assert all(x.is_deleted() for x in caches.values())
+    for a, b in zip(got, wanted[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_blocks_that_no_table_lists_and_entries_that_are_none():
+    """A table's filler names no block: its slots are never seen, nor read."""
+    arrays, options = combination("blocks")
+    mask = np.array(arrays["attention_mask"])
+    mask[:4] = 1
+    arrays["attention_mask"] = jnp.asarray(mask)
+    table = np.array(arrays["active_blocks_table"])
+    table[:, 0] = 0xFFFFFFFF
+    got = run(dict(arrays, active_blocks_table=jnp.asarray(table)), options)[0]
+    mask[:4] = 0
+    hidden = dict(arrays, attention_mask=jnp.asarray(mask))
+    assert error(got, reference(hidden, options)[0]) <= 5e-6
