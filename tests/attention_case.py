@@ -222,7 +222,6 @@ def _program(case, options):
 CASES = dict(
     one=Case(1, 1, sink=True),
     plain=Case(255, 257, heads=(3, 1), causal=False, layout=(False, True, True)),
-    window=Case(17, 17, window=5, layout=(True, False, True)),
     window_of_one=Case(17, 9, window=1, heads=(2, 2), layout=(False, False, False)),
     long_window=Case(300, 300, window=100, sink=True, layout=(False, False, True)),
     window_past_a_block=Case(300, 257, window=259, heads=(2, 1)),
@@ -236,11 +235,12 @@ CASES = dict(
     strided=Case(
         75, 300, offset=1, degree=4, strided=True, window=50, sink=True, heads=(2, 2)
     ),
-    cap=Case(17, 17, cap=0.8, heads=(3, 3)),
     bias=Case(17, 300, bias="qk", causal=False),
     bias_of_rows=Case(257, 17, bias="q", mask="qk", cap=2.0),
     bias_of_heads=Case(17, 17, bias="h", mask="hqk", sink=True),
-    one_bias=Case(9, 17, bias="", mask="hk", window=4),
+    one_bias=Case(
+        9, 17, bias="", mask="hk", window=4, cap=0.8, layout=(True, False, True)
+    ),
     mask_of_rows=Case(257, 257, mask="q", sink=True, window=30, heads=(2, 1)),
     whole=Case(
         33, 290, prior=20, used=7, bias="hqk", mask="q", window=30, sink=True,

@@ -48,10 +48,12 @@ def _squares(text, seq):
     return [x for x in types if math.prod(map(int, x.split(","))) >= seq * seq]
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "gradient"),
+    [("causal", False), ("window", False), *((name, True) for name in OPTIONS)],
+)
 def test_temporary_memory_is_linear_in_the_sequence(name, gradient):
-    sizes = SIZES if name in ("causal", "window") else SIZES[::2]
+    sizes = SIZES if gradient and name in ("causal", "window") else SIZES[::2]
     compiled = [_compiled(seq, gradient, OPTIONS[name]) for seq in sizes]
     texts = [program.as_text() for program in compiled]
     for text, seq in zip(texts, sizes, strict=True):

@@ -29,7 +29,7 @@ def test_values_and_gradients_of_every_option(name):
         assert error(got, wanted[label]) <= 2e-5, label
 
 
-LOW = "long_window", "long_prefix", "packed_causal", "strided", "bias", "sink"
+LOW = "long_window", "long_prefix", "packed_causal", "strided", "sink"
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -164,7 +164,7 @@ def test_integers_are_a_mask_and_bounds_are_any_number():
         np.testing.assert_allclose(got.ravel(), [wanted])
 
 
-@pytest.mark.parametrize("name", ["long_window", "prefix", "packed", "strided", "bias"])
+@pytest.mark.parametrize("name", ["long_window", "prefix", "strided"])
 def test_without_the_statistics_the_output_is_the_same(name):
     case = CASES[name]
     floats, rest = case.floats(), case.rest()
@@ -212,10 +212,12 @@ def test_bfloat16_scores_belong_to_gen4():
 
 def test_float64_raises_no_infinity_with_any_option():
     """R-13: a window, a sink, a prefix, packing and a cap; 1e-12."""
-    names = dict(cap=CASES["cap"], prefix=CASES["prefix"], window=CASES["window"])
-    names |= dict(packed=Case(17, 17, segments=(4, 13), sink=True, bias="h"))
+    cases = (
+        Case(17, 17, segments=(4, 13), window=5, sink=True, bias="h"),
+        Case(9, 17, prior=9, used=4, cap=1.5),
+    )
     with jax.enable_x64(True), jax.debug_infs(True):
-        for name, case in names.items():
+        for case in cases:
             floats = case.floats(jnp.float64)
             cotangents = [c.astype(jnp.float64) for c in case.cotangents()]
             outs, grads = case.program()(floats, case.rest(), cotangents)
@@ -230,4 +232,4 @@ def test_float64_raises_no_infinity_with_any_option():
                 grads | dict(zip(STATISTICS, outs, strict=True))
             ).items():
                 assert got.dtype == jnp.float64
-                assert error(got, wanted[label]) <= 1e-12, (name, label)
+                assert error(got, wanted[label]) <= 1e-12, label
