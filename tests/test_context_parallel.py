@@ -102,6 +102,26 @@ def test_a_halo_with_layouts_batch_and_heads():
     agree(run, lambda a: alone(a, static), arrays)
 
 
+@pytest.mark.parametrize("form", [dict(), dict(strided=True), dict(halo=True)], ids=str)
+def test_keys_that_nobody_sees_reach_no_device(form):
+    """R-08 over a mesh: NaN in the last key and value, which only its own row sees."""
+    arrays, static = operands(1, 2, 1, 6, "sink of each sequence")
+    static["sliding_window"], strided = 3, form.pop("strided", False)
+    run = context_parallel(make_mesh(context=3), strided, static, **form)
+    poisoned = arrays | dict(
+        k=arrays["k"].at[..., -1].set(jnp.nan), v=arrays["v"].at[:, :, -1].set(jnp.inf)
+    )
+
+    def others(floats):
+        return jnp.sin(run(floats)[:, :, :-1]).sum()
+
+    clean, dirty = (
+        jax.jit(jax.value_and_grad(others))(given) for given in (arrays, poisoned)
+    )
+    for x, y in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_a_context_of_one_device_is_plain_attention():
     arrays, static = operands(1, 2, 1, 5, "sink of each sequence")
     run = context_parallel(make_mesh(context=1), True, static)
@@ -109,6 +129,7 @@ def test_a_context_of_one_device_is_plain_attention():
 
 
 def test_explicit_axes_carry_the_split_in_the_type():
+    """R-50: explicit axes, and a sink that all devices share, R-43."""
     arrays, static = operands(1, 2, 1, 4, "sink")
     mesh = make_mesh(explicit=True, context=2)
     with jax.set_mesh(mesh):
