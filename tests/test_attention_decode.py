@@ -312,6 +312,23 @@ def test_gradients_come_from_the_stored_statistics():
         assert all(bool(jnp.isnan(g).any()) for g in run(*poisoned))
 
 
+def test_the_gradient_of_a_sink_comes_from_every_stored_statistic():
+    arrays, sink = _draw((1, 2, 1, 2, 4, 4, 4)), jnp.ones((2, 1))
+    rest = (None, jnp.array([3]), None, None, sink, None, None)
+    config = dict(prior_slots=4, tp_k_prior=False, fuse_rope=False)
+    config |= dict(is_tkg=True, is_tiled=False)
+    family = registry.resolve_family("AttentionTkgFwd")
+    outs = family(*arrays, *rest, name="AttentionTkgFwd", **config)
+    backward = registry.resolve_family("AttentionTkgFwdBwd")
+    for i in range(3):
+        stored = [x * jnp.nan if j == i else x for j, x in enumerate(outs)]
+        stored += [jnp.ones_like(outs[0]), None, None]
+        *_, d_sink = backward(
+            *arrays, *rest, *stored, name="AttentionTkgFwdBwd", **config
+        )
+        assert jnp.isnan(d_sink).all()
+
+
 def test_the_macro_says_that_it_decodes():
     arrays = _draw((1, 2, 1, 1, 4, 4, 4))
     attend = functools.partial(attention_tkg_fwd_kernel, lengths=jnp.array([3]))

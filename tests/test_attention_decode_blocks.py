@@ -35,7 +35,7 @@ def _options(window=True, table=TABLE, **more):
     return options | more
 
 
-def _seen(window=True):
+def _seen(window=True) -> np.ndarray:
     return visible(LENGTHS, STARTS if window else None, 2, 6)
 
 
@@ -273,6 +273,38 @@ def test_decode_over_a_block_cache_equals_the_prefill(width, seq):
         np.testing.assert_allclose(out, rows, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tree", [None, np.array([[1, 0], [0, 1]], bool)])
+@pytest.mark.parametrize("window", [False, True])
+def test_position_ids_over_blocks_in_the_chips_layouts(window, tree):
+    """The last slots stand for the new tokens: what the cache has there is not read."""
+    flat, _, sink = _case((2, 3, 1, 2, 6, 4, 4))
+    flat[3:] = (x.at[:, :, 4:].set(jnp.nan) for x in flat[3:])
+    caches = [into_blocks(x, TABLE, 7, np.nan)[:, 0] for x in flat[3:]]
+    positions, starts = np.array([[4, 5], [2, 3]]), np.array([[1, 4], [0, 3]])
+    config = neuronjax.AttnTKGConfig(
+        *(2, 3, 2, 6, 100, 4, 2), tp_k_prior=True, use_pos_id=True, qk_in_sb=True
+    )
+    q, k, v = flat[:3]
+    mask = None
+    if tree is not None:
+        mask = jnp.broadcast_to(jnp.asarray(tree.T)[:, None, None], (2, 2, 3, 2))
+    out, k_out = neuronjax.attention_tkg(
+        *(jnp.moveaxis(x, -1, 0).reshape(4, -1) for x in (q, k)),
+        *(v, *caches, mask, config),
+        rope_pos_ids=jnp.asarray(positions),
+        start_pos_ids=jnp.asarray(starts) if window else None,
+        sink=sink,
+        active_blocks_table=jnp.asarray(TABLE, jnp.uint32),
+    )
+    read = [*flat[:3], *(x[:, :, :4] for x in flat[3:])]
+    # The second window of sequence 0 ends where it starts, that of sequence 1 begins
+    # at its second new token.
+    starts = np.minimum(starts, positions[:, :1]) if window else None
+    wanted = attend(read, visible(positions[:, 0], starts, 2, 4, tree), sink)
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    assert k_out is None
+
+
 def test_fp8_blocks_are_constants():
     flat, blocks, sink = _case()
     codes = [(4 * x).astype(jnp.float8_e4m3) for x in blocks[1:]]
@@ -282,6 +314,8 @@ def test_fp8_blocks_are_constants():
         return attention_tkg_fwd_kernel(q, *codes, sink=sink, **_options())
 
     got, pull = jax.vjp(jax.jit(out), blocks[0], sink)
+    with neuronjax.plain():
+        np.testing.assert_allclose(out(blocks[0], sink), got, rtol=1e-5, atol=1e-5)
     wide = [np.asarray(x, "float32") for x in wide]
     exact = attend(wide, _seen(), sink)
     np.testing.assert_allclose(got, exact, rtol=1e-4, atol=1e-4)

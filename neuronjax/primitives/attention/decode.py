@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from neuronjax.kernels.attention.decode import (
     attention_decode_bwd,
@@ -37,7 +37,7 @@ def attention_tkg_fwd_kernel(
     k_prior: Operand,
     v_prior: Operand,
     *,
-    mask: Bool[Array, "_ batch num_heads seq"] | None = None,
+    mask: Shaped[Array, "_ batch num_heads seq"] | None = None,
     lengths: Operand | None = None,
     prior_slots: int | None = None,
     tp_k_prior: bool = False,
@@ -67,8 +67,8 @@ def attention_tkg_fwd_kernel(
             num_kv_heads, block_len, value_dim]`.
         mask: what is seen, `[prior_slots (+ seq), batch, num_heads, seq]`, in token
             order, the new tokens last; with `lengths` it covers the new tokens alone,
-            `[seq, batch, num_heads, seq]`, which are causal without it. Boolean: it
-            gets no gradient.
+            `[seq, batch, num_heads, seq]`, which are causal without it. Nonzero =
+            attend; it gets no gradient.
         lengths: `[batch]`: how many slots of each sequence are filled, or where its
             window ends; or `[batch, seq]`, an end for each query. May be traced.
         prior_slots: how many slots count; all by default.
@@ -76,7 +76,8 @@ def attention_tkg_fwd_kernel(
         inv_freqs: `[d/2, 1]`; rotates `q` and `k_active` and divides `q` by `sqrt(d)`.
         rope_pos_ids: `[batch, seq]`, positions for `inv_freqs`.
         start_pos_ids: `[batch, seq]`, with `lengths`: the first slot that each query
-            sees. Where it is greater than the end, the window goes around.
+            sees. Where it is greater than the end, the window goes around; one that
+            begins among the new tokens has its start at the end.
         sink: `[num_heads, 1]`, one more logit of each head, without a value.
         active_blocks_table: `[batch, blocks]`: the blocks of each sequence, in order;
             -1 is none. See `attention_tkg`.
@@ -138,6 +139,7 @@ def emit_decode(
 ) -> tuple[Array, Array | None]:
     """Binds the untiled macro; returns `out` and the rotated keys, if there are any."""
     config = dict(layout, fuse_rope=inv_freqs is not None, is_tkg=True, is_tiled=False)
+    mask = None if mask is None else mask.astype(bool)
     operands = (*cached, mask, lengths, rope_pos_ids, inv_freqs, sink, starts, table)
     out, _, _, *k_out = attention_tkg_family(
         *operands, name="AttentionTkgFwd", **config

@@ -105,7 +105,7 @@ def attention_tkg(
     lengths, starts = _window(positions, start_pos_ids, cfg)
     out, k_out = emit_decode(
         *(q, k_active, v_active, k_prior, v_prior),
-        mask=None if mask is None else mask.astype(bool),
+        mask=mask,
         lengths=lengths,
         prior_slots=cfg.curr_sprior - cfg.s_active,
         tp_k_prior=cfg.tp_k_prior,
