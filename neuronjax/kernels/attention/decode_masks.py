@@ -22,10 +22,13 @@ INT32 = -(2**31), 2**31 - 1
 
 
 def as_int32(x: Num[Array, "..."]) -> Int[Array, "..."]:
-    """Counts and places as int32: a number too large for it saturates, none wraps."""
+    """Counts and places as int32: a number too large for it saturates, none wraps.
+
+    A fraction is rounded up: the whole slots below it, or from it on, are the same.
+    """
     if jnp.issubdtype(x.dtype, jnp.integer):
         return bounded(x, *INT32)
-    return x.astype(jnp.int32)
+    return jnp.ceil(x).astype(jnp.int32)
 
 
 def causal_window(starts: Ids, positions: Ids) -> tuple[Ids, Num[Array, "*rows 1"]]:

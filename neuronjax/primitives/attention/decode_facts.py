@@ -36,6 +36,7 @@ def tkg_facts(call: SimpleNamespace) -> dict[str, Any]:
         last_tile=shard % FLASH_TILE if tiled else 0,
         num_blocks=num_blocks,
         wrong_block=wrong_block(table, num_blocks),
+        fraction=_fraction(call.rope_pos_ids) or _fraction(call.start_pos_ids),
         tiled=False,
         **dtype_facts(call),
     )
@@ -73,6 +74,16 @@ def _misfits(call: SimpleNamespace, argument: str, shape: tuple) -> bool:
     if shape[0] == "at least":
         return len(got) != len(shape) - 1 or got[1:] != shape[2:] or got[0] < shape[1]
     return got != shape
+
+
+def _fraction(ids: Any) -> float | None:
+    """The first of known position ids that is no whole number; `None` if none is."""
+    held = known(ids)
+    if held is None or held.dtype.kind in "iu":
+        return None
+    wide = held.astype(np.float64)
+    wrong = wide[~np.isfinite(wide) | (wide != np.floor(wide))]
+    return float(wrong[0]) if wrong.size else None
 
 
 def emitter_facts(call: SimpleNamespace) -> dict[str, Any]:

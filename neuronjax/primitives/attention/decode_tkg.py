@@ -57,7 +57,8 @@ def attention_tkg(
             `mask_to_token_order` brings the chip's orders here.
         cfg: sizes and layouts.
         inv_freqs: `[d/2, 1]`, angles per position, radians; for `fuse_rope`.
-        rope_pos_ids: `[B, s]`, positions; for `fuse_rope` and `use_pos_id`.
+        rope_pos_ids: `[B, s]`, positions; for `fuse_rope` and `use_pos_id`. Whole
+            numbers, of any dtype.
         start_pos_ids: `[B, s]`, the first slot that each query sees; for `use_pos_id`.
         sink: `[Hq, 1]`, one more logit of each head, without a value. It is neither
             scaled nor masked; -inf is no sink.

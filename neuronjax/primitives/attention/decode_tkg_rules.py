@@ -176,6 +176,12 @@ _row(
     example=_blocks(dict(active_blocks_table=np.array([[0, 3, -1]], np.int32))),
 )
 _row(
+    "whole_positions",
+    "rope_pos_ids and start_pos_ids must be whole numbers, got {fraction}",
+    lambda c: c.fraction is not None,
+    example=_tkg(dict(rope_pos_ids=np.array([[0.5, 1.5]])), use_pos_id=True),
+)
+_row(
     "dtypes",
     "q and sink must be bfloat16, float16, float32 or float64, keys and values these "
     "or float8_e4m3, got {odd}",
