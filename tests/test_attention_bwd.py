@@ -10,6 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 import neuronjax
+from neuronjax.emit import attention_kernel, backwards_attention_kernel
 from tests.attention_case import error
 from tests.attention_equations import Attention, visible
 
@@ -215,6 +216,26 @@ def test_a_row_that_saw_nothing_has_no_gradient():
         np.testing.assert_allclose(got[label].ravel(), x, rtol=1e-5)
     bias = got["bias"].ravel()
     np.testing.assert_allclose(bias, [-0.393224, 0.393224, 0, 0], rtol=1e-5)
+
+
+def test_the_emitters_take_a_sink():
+    """Masked forward and backward; row 2 sees nothing."""
+    rng = np.random.default_rng(6)
+    shapes = (4, 5, 3), (2, 7, 3), (2, 7, 2), (4, 1), (4, 5, 2)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    q, k, v, sink, d_out = arrays
+    mask = jnp.asarray(rng.random((1, 5, 7)) < 0.6).at[:, 2].set(False)
+    whole = Attention(q, k, v, np.asarray(mask), sink=sink)
+    options = dict(sink=sink, tp_q=True)
+    outs = attention_kernel(q, k.mT, v, mask, cache_softmax=True, **options)
+    for got, wanted in zip(outs, whole.outputs()[:3], strict=True):
+        assert error(got, wanted) <= 1e-6
+    out, *rows = outs
+    args = q, k.mT, v, out, d_out, *rows, mask
+    dq, dk, dv, d_sink = backwards_attention_kernel(*args, **options)
+    wanted = whole.gradients(np.asarray(d_out))
+    for label, got in dict(q=dq, k=dk.mT, v=dv, sink=d_sink).items():
+        assert error(got, wanted[label]) <= 1e-5, label
 
 
 def test_the_backward_has_derivatives():

@@ -67,7 +67,7 @@ def test_rate_zero_needs_no_key_and_a_rate_needs_one():
 
 
 def test_the_raw_macros_refuse_dropout_by_name():
-    """R-12: the backward in the contract's words; the forward has no such argument."""
+    """R-12: the backward in the contract's words, the forward under its name."""
     q, k, v = _four()
     outs = attention_kernel(q, k.mT, v, tp_q=True, cache_softmax=True)
     message = (
@@ -78,8 +78,8 @@ def test_the_raw_macros_refuse_dropout_by_name():
         args = q, k.mT, v, outs[0], outs[0], *outs[1:]
         backwards_attention_kernel(*args, tp_q=True, dropout_prob=0.1)
     assert message in str(refusal.value)
-    with pytest.raises(TypeError, match="dropout"):
-        attention_kernel(q, k.mT, v, tp_q=True, dropout_rate=0.1)  # pyright: ignore
+    with pytest.raises(ValueError, match="attention_kernel: dropout_prob must be 0"):
+        attention_kernel(q, k.mT, v, tp_q=True, dropout_prob=0.1)
 
 
 def test_the_mask_has_its_rate_and_differs_between_heads_rows_and_blocks():
