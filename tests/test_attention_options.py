@@ -87,24 +87,12 @@ def test_a_sink_enters_the_denominator_only():
     np.testing.assert_allclose(of_rows(jnp.zeros((2, 1))), [[-3], [-3]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("hidden", ["mask", "bias", "bounds", "window"])
-def test_a_row_that_sees_nothing_and_one_far_below_zero(hidden):
-    """R-01, R-02: two blocks hidden before scores near -200; row 1 sees nothing."""
-    size, first = 600, 530
-    k = (
-        jnp.zeros((1, size, 1))
-        .at[0, first : first + 2, 0]
-        .set(jnp.array([-200.0, -201]))
-    )
-    v = (
-        jnp.full((1, size, 1), 50.0)
-        .at[0, first : first + 2, 0]
-        .set(jnp.array([1.0, 2]))
-    )
+def _hiding(hidden, size, first):
+    """Options that show row 0 the keys `first` and the next alone, row 1 nothing."""
     column = jnp.arange(size)
     open_to = (column >= first) & (column < first + 2) & (jnp.arange(2) == 0)[:, None]
     bound = jnp.array([[first], [size]], jnp.float32)
-    options: dict = dict(
+    forms: dict = dict(
         mask=dict(mask=open_to[None]),
         bias=dict(bias=jnp.where(open_to, 0.0, -jnp.inf)[None]),
         bounds=dict(bound_min=bound, bound_max=bound.at[0].add(2)),
@@ -115,11 +103,21 @@ def test_a_row_that_sees_nothing_and_one_far_below_zero(hidden):
             cp_strided_q_slicing=True,
             mask=jnp.array([True, False])[None, :, None],
         ),
-    )[hidden]
+    )
+    return dict(forms[hidden], causal_mask=hidden == "window", cache_softmax=True)
+
+
+@pytest.mark.parametrize("hidden", ["mask", "bias", "bounds", "window"])
+def test_a_row_that_sees_nothing_and_one_far_below_zero(hidden):
+    """R-01, R-02: two blocks hidden before scores near -200; row 1 sees nothing."""
+    size, first = 600, 530
+    options = _hiding(hidden, size, first)
+    pair = 0, slice(first, first + 2), 0
+    k = jnp.zeros((1, size, 1)).at[pair].set(jnp.array([-200.0, -201]))
+    v = jnp.full((1, size, 1), 50.0).at[pair].set(jnp.array([1.0, 2]))
 
     def run(q, k, v):
-        settings = dict(causal_mask=hidden == "window", cache_softmax=True)
-        return _attend(q, k, v, **settings, **options)
+        return _attend(q, k, v, **options)
 
     (out, neg_max, recip), pull = jax.vjp(run, _row(1, 1), k, v)
     np.testing.assert_allclose(out.ravel(), [1.268941, 0], rtol=1e-6)
@@ -131,9 +129,9 @@ def test_a_row_that_sees_nothing_and_one_far_below_zero(hidden):
     slope = p * (1 - p)
     # a difference of products near 40: float32 leaves 4 digits
     np.testing.assert_allclose(grads[0].ravel(), [-slope, 0], rtol=1e-3)
-    for got, pair in zip(grads[1:], ([-slope, slope], [p, 1 - p]), strict=True):
+    for got, two in zip(grads[1:], ([-slope, slope], [p, 1 - p]), strict=True):
         wanted = np.zeros(size)
-        wanted[first : first + 2] = pair
+        wanted[pair[1]] = two
         np.testing.assert_allclose(got.ravel(), wanted, rtol=1e-4)
 
 
