@@ -225,7 +225,7 @@ CASES = dict(
     window_of_one=Case(17, 9, window=1, heads=(2, 2), layout=(False, False, False)),
     long_window=Case(300, 300, window=100, sink=True, layout=(False, False, True)),
     window_past_a_block=Case(300, 257, window=259, heads=(2, 1)),
-    sink=Case(257, 300, sink=True, causal=False, heads=(6, 2), cap=1.5),
+    sink=Case(257, 300, sink=True, causal=False, heads=(6, 2), cap=6.0),
     prefix=Case(17, 17, prior=30, used=13, layout=(True, False, False)),
     long_prefix=Case(257, 257, prior=300, used=290, heads=(3, 1), window=40, sink=True),
     full_prefix=Case(17, 17, prior=9, used=9, causal=False, bias="hqk", mask="k"),

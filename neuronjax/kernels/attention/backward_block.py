@@ -53,11 +53,13 @@ class Factor(NamedTuple):
 class Scores(NamedTuple):
     """The scores of one block, keys first: `[kv_heads, keys, group, rows]`.
 
-    `slope` is the derivative of the soft cap, None without one.
+    `slope` is the derivative of the soft cap, None without one; `size` is that of the
+    terms that were added up, whose rounding `z` carries.
     """
 
     z: jax.Array
     slope: jax.Array | None
+    size: jax.Array | float = 0.0
 
 
 def block_gradients(
@@ -100,7 +102,7 @@ def block_gradients(
         drop = weights(segment, i, j)
         drop = None if drop is None else jnp.moveaxis(drop, -1, 1)
         turned = None if seen is None else jnp.moveaxis(seen, -1, 1)
-        dz, dv = _score_gradient(row, z.z, d_out, v, turned, drop, shares)
+        dz, dv = _score_gradient(row, z, d_out, v, turned, drop, shares)
         total = _add_bias(total, dz, segment, i, j)
         dz = dz if z.slope is None else dz * z.slope
         dz = dz.astype(q.rows.dtype)
@@ -136,16 +138,18 @@ def _scores(q: Factor, k: Factor, seen, options: Options, acc: jnp.dtype) -> Sco
         squashed = jnp.tanh(z / options.soft_cap)
         z, slope = options.soft_cap * squashed, 1 - squashed**2
     if seen is None:
-        return Scores(z, slope)
+        return Scores(z, slope, options.soft_cap)
     assert q.poison is not None and k.poison is not None
     z = z + q.poison[:, None] + k.poison[:, 0, :, None, None]
-    return Scores(jnp.where(jnp.moveaxis(seen, -1, 1), z, unseen(acc)), slope)
+    z = jnp.where(jnp.moveaxis(seen, -1, 1), z, unseen(acc))
+    return Scores(z, slope, options.soft_cap)
 
 
 def _biased(z: Scores, segment: Segment, i: Index, j: Index, seen) -> Scores:
     assert segment.bias is not None
     bias = jnp.where(seen, block_of(segment.bias, segment, i, j), 0)
-    return z._replace(z=z.z + jnp.moveaxis(bias, -1, 1).astype(z.z.dtype))
+    bias = jnp.moveaxis(bias, -1, 1).astype(z.z.dtype)
+    return z._replace(z=z.z + bias, size=z.size + jnp.abs(bias))
 
 
 def _shares(segments, i, row: Row, sink, score, static):
@@ -156,11 +160,12 @@ def _shares(segments, i, row: Row, sink, score, static):
     carry = start + unseen(start.dtype) / 2, start
     if sink is not None:
         top = jnp.maximum(carry[0], sink)
-        carry = top, (sink == top).astype(start.dtype)
+        carry = top, _is_top(sink, top).astype(start.dtype)
     carry = lax.stop_gradient(carry)
 
     def find(segment, j, carry, seen):
-        return _fold_ties(lax.stop_gradient(score(segment, j, seen)[1].z), *carry)
+        z = lax.stop_gradient(score(segment, j, seen)[1])
+        return _fold_ties(z, *carry)
 
     for segment in segments:
         visited = functools.partial(find, segment)
@@ -169,17 +174,26 @@ def _shares(segments, i, row: Row, sink, score, static):
     return top, row.tie / jnp.maximum(ties, 1)
 
 
-def _fold_ties(z: jax.Array, top: jax.Array, ties: jax.Array):
+def _fold_ties(z: Scores, top: jax.Array, ties: jax.Array):
     """The running max of each row and how many scores share it."""
-    new = jnp.maximum(top, z.max(1))
-    equal = (z == new[:, None]).sum(1, dtype=ties.dtype)
-    return new, jnp.where(new == top, ties, 0) + equal
+    new = jnp.maximum(top, z.z.max(1))
+    equal = _is_top(z.z, new[:, None], z.size).sum(1, dtype=ties.dtype)
+    return new, jnp.where(_is_top(top, new), ties, 0) + equal
 
 
-def _score_gradient(row: Row, z, d_out: Factor | None, v: Factor, seen, drop, shares):
+def _is_top(z: jax.Array, top: jax.Array, size: jax.Array | float = 0.0) -> jax.Array:
+    """Whether `z` is the maximum, but for the rounding of what was added up to it.
+
+    The pass that finds the maximum and the one that uses it are two loops. Both form
+    the same products, but may round a soft cap and a bias apart.
+    """
+    return z >= top - 4 * float(jnp.finfo(z.dtype).eps) * size
+
+
+def _score_gradient(row: Row, scores: Scores, d_out, v: Factor, seen, drop, shares):
     """`dz` of a block, and what it adds to `dv`; None without `d_out`."""
-    acc, low = z.dtype, row.q.dtype
-    p, dp, dv = _weights(row, z, seen), jnp.zeros((), z.dtype), None
+    z, acc, low = scores.z, scores.z.dtype, row.q.dtype
+    p, dp, dv = _weights(row, z, seen), jnp.zeros((), acc), None
     if d_out is not None:
         kept = p
         dp = product("nkd,ndgq->nkgq", v.rows[:, 0], d_out.columns, acc)
@@ -194,7 +208,8 @@ def _score_gradient(row: Row, z, d_out: Factor | None, v: Factor, seen, drop, sh
     dz = dz if seen is None else jnp.where(seen, dz, 0)
     if shares is not None:
         top, share = shares
-        dz = dz + jnp.where(z == top[:, None], share[:, None], 0)
+        tied = _is_top(z, top[:, None], scores.size)
+        dz = dz + jnp.where(tied, share[:, None], 0)
     return dz, dv
 
 
@@ -211,7 +226,7 @@ def _sink_gradient(row: Row, sink: jax.Array, shares) -> jax.Array:
     dz = -jnp.exp(z) * row.shift
     if shares is not None:
         top, share = shares
-        dz = dz + jnp.where(sink == top, share, 0)
+        dz = dz + jnp.where(_is_top(sink, top), share, 0)
     return dz.sum(-1)
 
 
