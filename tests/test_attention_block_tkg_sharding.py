@@ -187,6 +187,55 @@ def test_ranks_may_hold_their_own_sinks():
     assert error(got, wanted) <= 1e-5
 
 
+def test_ranks_may_be_mapped_instead_of_devices():
+    """`jax.vmap` with an axis name, forward and every gradient."""
+    count = 2
+    arrays = operands(sizes(batch=4, heads=4), {}, without=("W_out", "sink"))
+    width = 4 * arrays["V_cache"].shape[-1]
+    group = dict(KVDP=count, KVDP_replica_group="ranks")
+
+    def columns(x):
+        queries = jnp.split(x[:, :width], count, 1)
+        return jnp.stack([jnp.concatenate([q, x[:, width:]], 1) for q in queries])
+
+    def parts(a):
+        own = {k: a[k].reshape(count, -1, *a[k].shape[1:]) for k in CACHED[:3]}
+        own["attention_mask"] = jnp.stack(jnp.split(a["attention_mask"], count, 1))
+        return own | {k: columns(a[k]) for k in ("W_qkv", "bias_qkv")}
+
+    def mapped(a):
+        own = parts(a)
+        rest = {k: x for k, x in a.items() if k not in own}
+        run = jax.vmap(
+            lambda own: neuronjax.attention_block_tkg(**rest, **own, **group)[0],
+            axis_name="ranks",
+        )
+        return [jnp.concatenate([*run(own)], 1)]
+
+    def whole(a):
+        return [call(a, {})[0]]
+
+    assert neuronjax.trace(mapped, arrays).count("AttentionBlockTkg") == 1
+    assert error(mapped(arrays)[0], whole(arrays)[0]) <= 1e-5
+    live, rest = split(arrays)
+    got, wanted = (
+        jax.jit(jax.grad(lambda live, f=f: weighed(f(live | rest))))(live)
+        for f in (mapped, whole)
+    )
+    for key in live:
+        assert error(got[key], wanted[key]) <= 2e-5, key
+
+
+def test_both_routes_and_the_plain_form_compute_the_same():
+    mesh, arrays = mesh_of(2), arrays_for(2)
+    wanted = call(arrays, OPTIONS)
+    for context in (neuronjax.lowering("composite"), neuronjax.plain()):
+        with context:
+            outs = jax.jit(lambda a: summed(mesh, a))(arrays)
+        for a, b in zip(outs, wanted, strict=True):
+            assert error(a, b) <= 1e-5
+
+
 def test_what_cannot_be_divided_is_refused():
     arrays = operands(sizes(batch=3, heads=3), {})
     with pytest.raises(ValueError, match="multiples of the 2 ranks, got 3 and 3"):

@@ -1,8 +1,9 @@
 """The backward of the decode block from its plain form, on the stored statistics.
 
 With the statistics held as inputs of their own, the plain form of the heads is pulled
-back four times: each pass settles the cotangents of one more norm's statistics, which
-then join those of what that norm was given: `d rstd / dt = -rstd**3 * t / count`.
+back once for each norm and once more: a pass settles the cotangents of the statistics
+of one more norm, which then join those of what it was given:
+`d rstd / dt = -rstd**3 * t / count`.
 """
 
 from types import SimpleNamespace
@@ -77,11 +78,9 @@ def _of_statistics(o, c, outs):
 def _through_norms(inputs, d_heads, pull, outs, pulled, c):
     """The cotangents of the operands of the heads."""
     d_inputs = jax.tree.map(lambda t: uniform(jnp.zeros_like(t), t)[0], inputs)
-    for keys in _SETTLED:
-        _, d_stored = pull(dict(d_heads, inputs=d_inputs))
+    for keys in ([key for key in keys if key in inputs] for keys in _SETTLED):
+        d_stored = pull(dict(d_heads, inputs=d_inputs))[1] if keys else {}
         for key in keys:
-            if key not in inputs:
-                continue
             t, count = inputs[key], inputs[key].shape[-1]
             count = (c.hidden_actual or count) if key == "rstd" else count
             total = d_stored[key] + pulled[key]

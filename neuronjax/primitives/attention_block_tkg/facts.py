@@ -1,5 +1,6 @@
 """What the rules of the decode block read from a call."""
 
+import math
 import operator
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +163,7 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         odd_cache=_odd_cache(call, fp8),
         odd_integer=_odd_integer(call),
         outside=_outside(call, seq, found["capacity"]),
-        scale_shape=getattr(call.softmax_scale, "shape", ()),
+        odd_factor=_odd_factor(call.softmax_scale),
         group_size=group_size(call.KVDP_replica_group),
     )
 
@@ -221,6 +222,16 @@ def _odd_cache(call: SimpleNamespace, fp8: bool) -> str:
             "must be of a wider dtype than fp8" + got
         )
     )
+
+
+def _odd_factor(scale: Any) -> str:
+    """What is wrong with a scale of the softmax; empty if nothing is."""
+    if scale is None or (isinstance(scale, int | float) and math.isfinite(scale)):
+        return ""
+    dtype, shape = getattr(scale, "dtype", None), getattr(scale, "shape", None)
+    if shape == () and dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        return ""
+    return _shown(scale) if shape is None else f"shape {shape} of dtype {dtype}"
 
 
 def _odd_integer(call: SimpleNamespace) -> str:

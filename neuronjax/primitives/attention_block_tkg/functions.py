@@ -5,7 +5,10 @@ from types import SimpleNamespace
 from jaxtyping import Array, Float, Integer, Shaped
 
 from neuronjax.primitives.attention_block_tkg.facts import facts
-from neuronjax.primitives.attention_block_tkg.macro import attention_block_tkg_kernel
+from neuronjax.primitives.attention_block_tkg.macro import (
+    attention_block_tkg_kernel,
+    require_values,
+)
 from neuronjax.primitives.contracts import contracted
 from neuronjax.primitives.options import QuantizationType, refuses
 
@@ -120,7 +123,8 @@ def attention_block_tkg(
             in place.
         V_cache: `[B, S_max, D]`, or as `K_cache` in blocks.
         attention_mask: `[S_ctx, B, N, S]` in token order, nonzero = attend; the last
-            `S` rows are the new tokens.
+            `S` rows are the new tokens. `mask_to_token_order` brings the chip's orders
+            here.
         sink: `[N, 1]`: one more logit of each head, without a value and not scaled.
         update_cache: return the caches with the new tokens in them, else the tokens.
         kv_cache_update_idx: integers `[B, 1]`: the slot of the first new token; in a
@@ -183,5 +187,5 @@ def attention_block_tkg(
     """
     given = dict(locals())
     del given["sbm"]
-    call = SimpleNamespace(**given)
-    return attention_block_tkg_kernel(**vars(call))
+    require_values("attention_block_tkg", SimpleNamespace(**given))
+    return attention_block_tkg_kernel(**given)

@@ -26,6 +26,8 @@ from neuronjax.kernels.attention_block_tkg.plain_backward import (
 from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives.attention_block_tkg import (
+    chip_rules,  # noqa: F401  enters the rows
+    quantized_rules,  # noqa: F401  enters the rows
     rules,  # noqa: F401  enters the rows
 )
 from neuronjax.primitives.attention_block_tkg.example import BACKWARD, NAME, example
@@ -144,14 +146,16 @@ def attention_block_tkg_kernel(
         `(X_out, K_out, V_out)` as in `attention_block_tkg`.
     """
     call = SimpleNamespace(**locals())
-    require_divisors(
-        "attention_block_tkg_kernel",
-        input_dequant_scale_qkv=input_dequant_scale_qkv,
-        input_dequant_scale_out=input_dequant_scale_out,
-    )
+    require_values("attention_block_tkg_kernel", call)
     operands, config = _operands(call), _config(call)
     x_out, k_out, v_out, *_ = attention_block(*operands, name=NAME, **config, **hints)
     return x_out, k_out, v_out
+
+
+def require_values(function: str, call: SimpleNamespace) -> None:
+    """Refuses scales that divide and are not positive, where they are known."""
+    names = ("input_dequant_scale_qkv", "input_dequant_scale_out")
+    require_divisors(function, **{name: getattr(call, name) for name in names})
 
 
 def _operands(call: SimpleNamespace) -> Operands:
