@@ -102,6 +102,14 @@ def test_a_halo_is_enough_for_a_window(devices, window):
     agree(run, lambda a: alone(a, static), arrays)
 
 
+def test_packing_bounds_are_split_with_the_queries():
+    arrays, static = operands(1, 2, 1, 6, "full")
+    starts = jnp.asarray([0, 0, 2, 2, 2, 2], jnp.float32)[:, None]
+    arrays |= dict(bound_min=starts, bound_max=jnp.where(starts > 0, 6.0, 2.0))
+    run = context_parallel(make_mesh(context=3), False, static)
+    agree(run, lambda a: alone(a, static), arrays)
+
+
 def test_a_halo_with_layouts_batch_and_heads():
     arrays, static = operands(2, 4, 2, 6, "layouts, soft cap")
     static["sliding_window"] = 3
@@ -266,6 +274,14 @@ def test_strided_order_gives_device_r_every_nth_token_from_r():
                 make_mesh(context=2), q, k, v, cp_offset=1, global_cp_deg=2
             ),
             "the mesh sets cp_offset, global_cp_deg",
+        ),
+        (
+            lambda q, k, v: context_parallel_attention(
+                *(make_mesh(context=2), q, k, v),
+                bound_min=jnp.zeros((6, 1)),
+                bound_max=jnp.ones((6, 1)),
+            ),
+            "they do not come with a prior or with parts of a sequence",
         ),
         (
             lambda q, k, v: context_parallel_attention(

@@ -68,7 +68,9 @@ def context_parallel_attention(
         **options: further arguments of `attention_cte`, by name, shaped as in
             `sharded_attention`. The queries' axis of `mask` and `bias`, and the bounds,
             are in the order of `q`; their columns and the prefix are in natural order,
-            whole on every device of `axis`.
+            whole on every device of `axis`. Over several devices `attention_cte` takes
+            the bounds without a causal mask alone: packed causal sequences need a
+            `mask`.
 
     Returns:
         What `attention_cte` returns, batch and heads as two axes, split as
