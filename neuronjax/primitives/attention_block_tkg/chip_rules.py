@@ -1,11 +1,14 @@
 """The chip's limits of decode block calls, which have no mathematical meaning."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from neuronjax.primitives.attention_block_tkg.rows import (
     arguments,
     blocks,
+    fp8,
+    projecting,
     row,
     zeros,
 )
@@ -66,5 +69,26 @@ row(
     "the chip takes an active_blocks_table of uint32, got {active_blocks_table.dtype}",
     lambda c: c.blocked and c.active_blocks_table.dtype != jnp.uint32,
     example=blocks(active_blocks_table=zeros(1, 2, dtype=np.int32)),
+    tag="hw",
+)
+row(
+    "chip_fp8_query",
+    "the chip's attention over fp8 caches takes X in two bytes, got {X.dtype}",
+    lambda c: c.fp8 and c.X.dtype.itemsize > 2,
+    example=fp8(),
+    tag="hw",
+)
+row(
+    "chip_transposed",
+    "the chip takes N*H up to 163840 for transposed_out, in float32 81920, got {N}*{H}",
+    lambda c: (
+        c.transposed_out and c.N * c.H > (81920 if c.X.dtype.itemsize > 2 else 163840)
+    ),
+    example=projecting(
+        X=jax.ShapeDtypeStruct((1, 1, 65536), np.float32),
+        W_qkv=jax.ShapeDtypeStruct((65536, 16), np.float32),
+        W_out=jax.ShapeDtypeStruct((8, 65536), np.float32),
+        transposed_out=True,
+    ),
     tag="hw",
 )
