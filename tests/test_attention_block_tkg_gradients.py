@@ -126,7 +126,7 @@ def test_a_clipped_key_has_no_gradient():
     np.testing.assert_allclose(dx.ravel(), [3 + 20, 20])
 
 
-@pytest.mark.parametrize("name", ["every norm", "blocks", "static"])
+@pytest.mark.parametrize("name", ["every norm", "blocks", "static", "skipped heads"])
 def test_bfloat16_gradients_err_at_most_twice_as_much_as_the_plain_ones(name):
     """R-24: gradients have the dtypes of their operands. The mean of some draws."""
     _, options = combination(name)

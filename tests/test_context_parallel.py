@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import neuronjax
 from neuronjax.sharding import (
     context_parallel_attention,
     make_mesh,
@@ -102,11 +101,14 @@ def test_a_halo_is_enough_for_a_window(devices, window):
     agree(run, lambda a: alone(a, static), arrays)
 
 
-def test_packing_bounds_are_split_with_the_queries():
+@pytest.mark.parametrize("devices", [2, 3, 6])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packing_bounds_are_split_with_the_queries(causal, devices):
     arrays, static = operands(1, 2, 1, 6, "full")
+    static["causal_mask"] = causal
     starts = jnp.asarray([0, 0, 2, 2, 2, 2], jnp.float32)[:, None]
     arrays |= dict(bound_min=starts, bound_max=jnp.where(starts > 0, 6.0, 2.0))
-    run = context_parallel(make_mesh(context=3), False, static)
+    run = context_parallel(make_mesh(context=devices), False, static)
     agree(run, lambda a: alone(a, static), arrays)
 
 
@@ -196,54 +198,19 @@ def test_shared_gradients_are_added_once_for_each_set_of_axes():
     assert both == {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 2}
 
 
-def weights(mesh, function, heads, seq, key, **axes):
-    """The weights of uniform attention with dropout, `[heads, seq, seq]`."""
-    q, k = jnp.zeros((1, heads, seq, 1)), jnp.zeros((1, heads, 1, seq))
-    v = jnp.broadcast_to(jnp.eye(seq), (1, heads, seq, seq))
-    options = dict(causal_mask=False, dropout_rate=0.5, dropout_key=key)
-    return function(mesh, q, k, v, **options, **axes)[0]
-
-
-def test_devices_drop_by_keys_of_their_own():
-    key, seq = jax.random.key(3), 16
-    options = dict(causal_mask=False, dropout_rate=0.5)
-    q, v = jnp.zeros((1, seq, 1)), jnp.eye(seq)[None]
-    by_device = [
-        neuronjax.attention_cte(
-            q, q.mT, v, dropout_key=jax.random.fold_in(key, i), **options
-        )[0]
-        for i in range(4)
-    ]
-    by_head = weights(make_mesh(tensor=4), sharded_attention, 4, seq, key)
-    np.testing.assert_allclose(by_head, by_device, rtol=1e-6)
-    for i in range(4):
-        for j in range(i):
-            assert (by_head[i] != by_head[j]).any()
-    mesh, whole = make_mesh(context=4), jax.jit(weights, static_argnums=(0, 1, 2, 3))
-    by_row = whole(mesh, context_parallel_attention, 1, seq, key)[0]
-    parts = np.asarray(by_row).reshape(4, seq // 4, seq)
-    assert {0.0, 2 / seq} == {round(float(x), 6) for x in np.unique(parts)}
-    assert len({part.tobytes() for part in parts}) == 4
-
-
-def test_dropout_over_a_mesh_is_the_same_forward_and_backward():
-    arrays, static = operands(1, 4, 2, 6, "full")
-    key = jax.random.key(1)
-    mesh = make_mesh(context=2, tensor=2)
-
-    def run(v):
-        return context_parallel_attention(
-            *(mesh, arrays["q"], arrays["k"], v),
-            heads="tensor",
-            dropout_rate=0.3,
-            dropout_key=key,
-            **static,
+@pytest.mark.parametrize("axes", [dict(context=4), dict(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_dropout_over_a_mesh_is_that_of_one_device(axes, causal):
+    """R-12: weights are dropped by their head, position and column."""
+    arrays, static = operands(2, 4, 2, 8, "full")
+    static |= dict(dropout_rate=0.4, dropout_key=jax.random.key(3), causal_mask=causal)
+    run = context_parallel(make_mesh(context=4), causal, static)
+    if "data" in axes:
+        run = functools.partial(
+            split, functools.partial(sharded_attention, make_mesh(**axes), batch="data")
         )
-
-    # Linear in the values: the gradient's product with them is the output's sum.
-    out, pull = jax.vjp(jax.jit(run), arrays["v"])
-    (dv,) = pull(jnp.ones_like(out))
-    np.testing.assert_allclose(jnp.vdot(dv, arrays["v"]), out.sum(), rtol=1e-5)
+        run = functools.partial(run, static=static)
+    agree(run, lambda a: alone(a, static), arrays)
 
 
 def test_strided_order_gives_device_r_every_nth_token_from_r():
@@ -274,14 +241,6 @@ def test_strided_order_gives_device_r_every_nth_token_from_r():
                 make_mesh(context=2), q, k, v, cp_offset=1, global_cp_deg=2
             ),
             "the mesh sets cp_offset, global_cp_deg",
-        ),
-        (
-            lambda q, k, v: context_parallel_attention(
-                *(make_mesh(context=2), q, k, v),
-                bound_min=jnp.zeros((6, 1)),
-                bound_max=jnp.ones((6, 1)),
-            ),
-            "they do not come with a prior or with parts of a sequence",
         ),
         (
             lambda q, k, v: context_parallel_attention(

@@ -39,9 +39,8 @@ def sharded_attention(
             is the heads of all sequences these have two: `k_prior` and `v_prior`
             `[B, Hk, ..]`; `sink` `[1 or B, Hq, 1]`; `mask` and `bias`
             `[1 or B, 1 or Hq, 1 or Sq, 1 or kv_seq]`, split along the axes that are not
-            1. `prior_used_len`, the bounds and `cp_offset` are whole everywhere. With
-            `dropout_key` every device drops by a key of its own: the key folded with
-            its index on the mesh.
+            1. `prior_used_len`, the bounds and `cp_offset` are whole everywhere. The
+            weights that `dropout_key` drops are those of one device.
 
     Returns:
         What `attention_cte` returns, batch and heads as two axes, split as

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from neuronjax.primitives.attention.prefill import attention_cte
+from neuronjax.primitives.attention.prefill_extras import head_keys
 
-_BY_HEAD = ("q", "k", "v", "k_prior", "v_prior")
+_BY_HEAD = ("q", "k", "v", "k_prior", "v_prior", "dropout_key")
 _BROADCAST = ("sink", "mask", "bias")
-_WHOLE = ("prior_used_len", "bound_min", "bound_max", "cp_offset", "dropout_key")
+_WHOLE = ("prior_used_len", "bound_min", "bound_max", "cp_offset")
 
 Local = Callable[[dict[str, Array], dict[str, Any]], Any]
 
@@ -49,19 +50,19 @@ def split_attention(
     """
     arrays = {k: x for k, x in operands.items() if _is_array(k, x)}
     static = {k: x for k, x in operands.items() if k not in arrays}
-    arrays = {k: x if k == "dropout_key" else jnp.asarray(x) for k, x in arrays.items()}
+    arrays = {k: jnp.asarray(x) for k, x in arrays.items()}
     sizes = _sizes(arrays, static)
     for name in arrays.keys() & {*_BROADCAST}:
         _require_broadcast(function, name, arrays[name].shape, sizes)
     require_whole(function, mesh, batch, "batch", *(arrays[n].shape[0] for n in "qkv"))
     require_whole(function, mesh, heads, "heads", *(arrays[n].shape[1] for n in "qkv"))
-    axes = [axis for axis in (batch, heads, rows) if axis is not None]
+    if "dropout_key" in arrays:
+        lead = arrays["q"].shape[:2]
+        keys = head_keys(arrays["dropout_key"], lead[0] * lead[1])
+        arrays["dropout_key"] = keys.reshape(lead)
 
     def one_device(arrays):
         lead, options = arrays["q"].shape[:2], dict(static)
-        if "dropout_key" in arrays and axes:
-            here = lax.axis_index(tuple(axes))
-            arrays["dropout_key"] = jax.random.fold_in(arrays["dropout_key"], here)
         if local is not None:
             local(arrays, options)
         outs = attention_cte(**_folded(arrays), **options)

@@ -63,14 +63,12 @@ def context_parallel_attention(
             `stride_sequence`; otherwise they are in natural order.
         halo: fetch the keys of a window from the device before instead of gathering all
             of them. For natural order, equal lengths of `q` and `k`, a window of at
-            most one key more than a device's part, and neither a prefix nor a mask or
-            bias with columns.
+            most one key more than a device's part, and neither a prefix, a mask or
+            bias with columns, nor dropout.
         **options: further arguments of `attention_cte`, by name, shaped as in
             `sharded_attention`. The queries' axis of `mask` and `bias`, and the bounds,
             are in the order of `q`; their columns and the prefix are in natural order,
-            whole on every device of `axis`. Over several devices `attention_cte` takes
-            the bounds without a causal mask alone: packed causal sequences need a
-            `mask`.
+            whole on every device of `axis`.
 
     Returns:
         What `attention_cte` returns, batch and heads as two axes, split as
@@ -109,11 +107,10 @@ def context_parallel_attention(
         for name in "kv":
             where = sequence_axis(name, static)
             arrays[name] = _gathered(arrays[name], axis, where, strided)
-        if static.get("causal_mask", True):
-            here = lax.axis_index(axis).astype(jnp.int32)
-            step = 1 if strided else lengths[0] // shards
-            arrays["cp_offset"] = (here * step).reshape(1, 1)
-            static.update(global_cp_deg=shards, cp_strided_q_slicing=strided)
+        here = lax.axis_index(axis).astype(jnp.int32)
+        step = 1 if strided else lengths[0] // shards
+        arrays["cp_offset"] = (here * step).reshape(1, 1)
+        static.update(global_cp_deg=shards, cp_strided_q_slicing=strided)
 
     split = dict(batch=batch, heads=heads, rows=axis)
     return split_attention(_NAME, mesh, operands, **split, local=local)
@@ -133,6 +130,7 @@ def _require_halo(
         f"a window of 1 to {part + 1}": not window or not 0 < window <= part + 1,
         "no prefix": operands.get("k_prior") is not None,
         "no columns in a mask or bias": bool(wide),
+        "no dropout": bool(operands.get("dropout_rate")),
     }
     if any(wrong.values()):
         needed = ", ".join(word for word, broken in wrong.items() if broken)

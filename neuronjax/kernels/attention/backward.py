@@ -71,17 +71,17 @@ def attention_bwd(
         d_out = rows_first(d_out.astype(dtype), not tp_out)
         d_out = jnp.where(sees_no_key(neg_max, recip, extras.sink), 0, d_out)
     pulled = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
-    whole = _whole_rows(q, d_out, neg_max + jnp.log(recip), pulled, heads, rows)
+    whole = _whole_rows(q, d_out, (neg_max, recip), pulled, heads, rows)
     sink = None if extras.sink is None else grouped(extras.sink.astype(acc), heads)
     settings: dict[str, Any] = dict(options=options, static=static)
-    settings["weights"] = block_weights(extras, options, whole.q.shape[:2])
+    settings["weights"] = block_weights(extras, options, heads)
 
     def query_block(sums, i):
         row = jax.tree.map(lambda x: cut(x, i, rows.block, 2), whole)
         return block_gradients(segments, i, row, sink, *sums, **settings)
 
     start = [_zeros(segment, acc, whole.q) for segment in segments]
-    d_sink = None if sink is None else jnp.zeros_like(whole.log_weight[..., 0])
+    d_sink = None if sink is None else jnp.zeros_like(whole.recip[..., 0])
     query_block = jax.checkpoint(query_block) if static else query_block
     numbers = jnp.arange(rows.blocks, dtype=jnp.int32)
     (totals, d_sink), dq = lax.scan(query_block, (start, d_sink), numbers)
@@ -98,7 +98,7 @@ def attention_bwd(
     return tuple(grads)
 
 
-def _whole_rows(q, d_out, log_weight, pulled: tuple, heads, rows: Rows) -> Row:
+def _whole_rows(q, d_out, statistics, pulled: tuple, heads, rows: Rows) -> Row:
     """The rows of every block, padded."""
 
     def spread(x, fill: float = 0) -> Any:
@@ -108,10 +108,11 @@ def _whole_rows(q, d_out, log_weight, pulled: tuple, heads, rows: Rows) -> Row:
         return x
 
     # A padded row weighs nothing: its weight is far below any exponent's range.
-    log_weight = spread(log_weight, unseen(log_weight.dtype))[..., 0]
+    neg_max, recip = statistics
+    neg_max = spread(neg_max, unseen(neg_max.dtype))[..., 0]
     d_out = None if d_out is None else spread(d_out)
     terms: Any = (x if x is None else spread(x)[..., 0] for x in pulled)
-    return Row(spread(q), d_out, log_weight, *terms)
+    return Row(spread(q), d_out, neg_max, spread(recip)[..., 0], *terms)
 
 
 def _row_terms(out, recip, d_out, d_neg_max, d_recip, acc) -> tuple[Any, Any]:

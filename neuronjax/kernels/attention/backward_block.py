@@ -8,23 +8,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from neuronjax.kernels.attention.blocks import clean, cut, like, product, unseen
+from neuronjax.kernels.attention.blocks import (
+    clean,
+    cut,
+    like,
+    lowest,
+    product,
+    unseen,
+)
 from neuronjax.kernels.attention.options import Options
-from neuronjax.kernels.attention.prefill import rounded
+from neuronjax.kernels.attention.prefill import biased, rounded
 from neuronjax.kernels.attention.segments import Index, Segment, block_of, visit
 
 
 class Row(NamedTuple):
     """What the backward reads of each query row, `[kv_heads, group, rows, ..]`.
 
-    `log_weight` is `neg_max + log(recip)`; `shift` is what the backward of a softmax
-    subtracts from `dP`; `tie` is the cotangent of the score that is a row's maximum,
-    None where nothing used it.
+    `shift` is what the backward of a softmax subtracts from `dP`; `tie` is the
+    cotangent of the score that is a row's maximum, None where nothing used it.
     """
 
     q: jax.Array
     d_out: jax.Array | None
-    log_weight: jax.Array
+    neg_max: jax.Array
+    recip: jax.Array
     shift: jax.Array
     tie: jax.Array | None
 
@@ -78,7 +85,7 @@ def block_gradients(
 
     `dq` and the totals of the keys lack the scale.
     """
-    acc = row.log_weight.dtype
+    acc = row.neg_max.dtype
     # One set for the blocks that every row sees whole, one for the others.
     factors: dict[bool, Any] = {
         guarded: tuple(
@@ -133,31 +140,34 @@ def _keys(x: jax.Array, segment: Segment, j: Index, seen, acc: jnp.dtype) -> Fac
 def _scores(q: Factor, k: Factor, seen, options: Options, acc: jnp.dtype) -> Scores:
     """Without the bias; the sentinel where unseen."""
     z = product("nkd,ndgq->nkgq", k.rows[:, 0], q.columns, acc)
-    z, slope = rounded(z, options.mm_out_dtype) * options.scale, None
+    z = rounded(z, options.mm_out_dtype) * options.scale
+    slope, size = None, 0.0
     if options.soft_cap:
         squashed = jnp.tanh(z / options.soft_cap)
         z, slope = options.soft_cap * squashed, 1 - squashed**2
+        size = jnp.abs(z)
     if seen is None:
-        return Scores(z, slope, options.soft_cap)
+        return Scores(z, slope, size)
     assert q.poison is not None and k.poison is not None
     z = z + q.poison[:, None] + k.poison[:, 0, :, None, None]
-    z = jnp.where(jnp.moveaxis(seen, -1, 1), z, unseen(acc))
-    return Scores(z, slope, options.soft_cap)
+    z = jnp.where(jnp.moveaxis(seen, -1, 1), z, lowest(acc))
+    return Scores(z, slope, size)
 
 
 def _biased(z: Scores, segment: Segment, i: Index, j: Index, seen) -> Scores:
     assert segment.bias is not None
-    bias = jnp.where(seen, block_of(segment.bias, segment, i, j), 0)
-    bias = jnp.moveaxis(bias, -1, 1).astype(z.z.dtype)
-    return z._replace(z=z.z + bias, size=z.size + jnp.abs(bias))
+    bias, seen = block_of(segment.bias, segment, i, j), jnp.moveaxis(seen, -1, 1)
+    bias = jnp.moveaxis(bias, -1, 1)
+    size = jnp.abs(z.z) + jnp.abs(jnp.where(seen, bias, 0)).astype(z.z.dtype)
+    return z._replace(z=biased(z.z, bias, seen), size=size)
 
 
 def _shares(segments, i, row: Row, sink, score, static):
     """Each row's maximum, and the part of `row.tie` that one tie of it gets."""
     if row.tie is None:
         return None
-    start = jnp.zeros_like(row.log_weight)
-    carry = start + unseen(start.dtype) / 2, start
+    start = jnp.zeros_like(row.recip)
+    carry = start + lowest(start.dtype), start
     if sink is not None:
         top = jnp.maximum(carry[0], sink)
         carry = top, _is_top(sink, top).astype(start.dtype)
@@ -165,7 +175,8 @@ def _shares(segments, i, row: Row, sink, score, static):
 
     def find(segment, j, carry, seen):
         z = lax.stop_gradient(score(segment, j, seen)[1])
-        return _fold_ties(z, *carry)
+        seen = None if seen is None else jnp.moveaxis(seen, -1, 1)
+        return _fold_ties(z, seen, *carry)
 
     for segment in segments:
         visited = functools.partial(find, segment)
@@ -174,11 +185,13 @@ def _shares(segments, i, row: Row, sink, score, static):
     return top, row.tie / jnp.maximum(ties, 1)
 
 
-def _fold_ties(z: Scores, top: jax.Array, ties: jax.Array):
+def _fold_ties(z: Scores, seen, top: jax.Array, ties: jax.Array):
     """The running max of each row and how many scores share it."""
     new = jnp.maximum(top, z.z.max(1))
-    equal = _is_top(z.z, new[:, None], z.size).sum(1, dtype=ties.dtype)
-    return new, jnp.where(_is_top(top, new), ties, 0) + equal
+    equal = _is_top(z.z, new[:, None], z.size)
+    equal = equal if seen is None else equal & seen
+    kept = jnp.where(_is_top(top, new), ties, 0)
+    return new, kept + equal.sum(1, dtype=ties.dtype)
 
 
 def _is_top(z: jax.Array, top: jax.Array, size: jax.Array | float = 0.0) -> jax.Array:
@@ -205,25 +218,26 @@ def _score_gradient(row: Row, scores: Scores, d_out, v: Factor, seen, drop, shar
             kept, dp = kept * drop, dp * drop
         dv = product("nkgq,ngqd->nkd", kept.astype(low), d_out.rows, acc)
     dz = p * (dp - row.shift[:, None])
-    dz = dz if seen is None else jnp.where(seen, dz, 0)
     if shares is not None:
         top, share = shares
         tied = _is_top(z, top[:, None], scores.size)
         dz = dz + jnp.where(tied, share[:, None], 0)
-    return dz, dv
+    return dz if seen is None else jnp.where(seen, dz, 0), dv
 
 
 def _weights(row: Row, z, seen):
     """The softmax from its stored statistics; unseen scores give exactly 0."""
-    z = z + row.log_weight[:, None]
-    return jnp.exp(z if seen is None else jnp.where(seen, z, unseen(z.dtype)))
+    z = z + row.neg_max[:, None]
+    z = z if seen is None else jnp.where(seen, z, unseen(z.dtype))
+    # Not exp(z + log(1 / sum)): beside a maximum of 1e6 the logarithm would round away.
+    return jnp.exp(z) * row.recip[:, None]
 
 
 def _sink_gradient(row: Row, sink: jax.Array, shares) -> jax.Array:
     """Summed over the rows, `[kv_heads, group]`: the sink is a score without a key."""
-    blank = row.log_weight == jnp.inf  # a row that sees neither key nor sink
-    z = jnp.where(blank, unseen(sink.dtype), sink + jnp.where(blank, 0, row.log_weight))
-    dz = -jnp.exp(z) * row.shift
+    blank = row.neg_max == jnp.inf  # a row that sees neither key nor sink
+    z = jnp.where(blank, unseen(sink.dtype), sink + jnp.where(blank, 0, row.neg_max))
+    dz = -jnp.exp(z) * row.recip * row.shift
     if shares is not None:
         top, share = shares
         dz = dz + jnp.where(_is_top(sink, top), share, 0)

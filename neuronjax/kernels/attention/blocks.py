@@ -17,6 +17,15 @@ Folded = Float[Array, "_ _ _"]  # [heads, seq, width] or transposed; heads hold 
 Size = Any  # an int, or a symbolic size while exporting
 
 
+def lowest(dtype: jnp.dtype) -> float:
+    """The score of a key that is not seen: no finite bias makes a score lower.
+
+    It may be the maximum of a row that sees nothing, or that sees keys of this very
+    score, so weights are cleared where nothing is seen.
+    """
+    return float(jnp.finfo(dtype).min)
+
+
 def unseen(dtype: jnp.dtype) -> float:
     """A finite score far below any real one, safe to subtract from: no -inf - -inf."""
     return float(jnp.finfo(dtype).min) / 4

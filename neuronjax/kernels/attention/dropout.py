@@ -9,49 +9,47 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from neuronjax.kernels.attention.blocks import Size, grouped
 from neuronjax.kernels.attention.options import Extras, Options
 from neuronjax.kernels.attention.segments import Index, Segment, columns_of
 
 
 def block_weights(
-    extras: Extras, options: Options, heads: tuple
+    extras: Extras, options: Options, num_kv_heads: Size
 ) -> Callable[[Segment, Index, Index], jax.Array | None]:
     """What the weights of query block `i` and key block `j` are multiplied by."""
-    key = extras.key
-    if key is None:
+    if extras.key is None:
         return lambda segment, i, j: None
+    keys = grouped(extras.key, num_kv_heads)
 
     def weights(segment, i, j):
         rows = jnp.asarray(i, jnp.int32) * segment.rows.block
         rows = rows + jnp.arange(segment.rows.block, dtype=jnp.int32)
         columns = segment.first + columns_of(segment, j)
         positions = extras.positions(rows, options)
-        return kept_weights(key, options, heads, positions, columns)
+        return kept_weights(keys, options, positions, columns)
 
     return weights
 
 
 def kept_weights(
-    key: jax.Array,
+    keys: jax.Array,
     options: Options,
-    heads: tuple,
     rows: jax.Array,
     columns: jax.Array,
 ) -> jax.Array:
     """`1 / (1 - rate)` where a weight is kept and 0 where not, `[*heads, rows, keys]`.
 
     Args:
-        key: the data of the key.
+        keys: the data of a key a head, `[*heads, words]`.
         options: holds `dropout_rate` and `dropout_impl`.
-        heads: `(kv_heads, group)`.
         rows: the positions of the rows, int32.
         columns: the columns of the keys, int32.
     """
-    keys = jax.random.wrap_key_data(key, impl=options.dropout_impl)
-    head = jnp.arange(heads[0] * heads[1], dtype=jnp.uint32)
-    for ids in (head, rows.astype(jnp.uint32), columns.astype(jnp.uint32)):
-        keys = _fold_each(keys, ids)
-    bits = jax.random.key_data(keys)[..., -1].reshape(*heads, rows.size, columns.size)
+    folded = jax.random.wrap_key_data(keys, impl=options.dropout_impl)
+    for ids in (rows, columns):
+        folded = _fold_each(folded, ids.astype(jnp.uint32))
+    bits = jax.random.key_data(folded)[..., -1]
     least = min(round(options.dropout_rate * 2**32), 2**32 - 1)
     keep = bits >= jnp.uint32(least)
     return jnp.where(keep, 1 / (1 - options.dropout_rate), 0)

@@ -52,7 +52,7 @@ class Extras(NamedTuple):
         bound_min: int32 `[q_seq]`: the first key that a row sees.
         bound_max: int32 `[q_seq]`: one past the last.
         offset: the position of row 0, an int32 scalar.
-        key: the data of the dropout key, uint32.
+        key: the data of a dropout key a head, uint32 `[heads, words]`.
     """
 
     mask: jax.Array | None = None

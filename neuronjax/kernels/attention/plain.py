@@ -13,6 +13,7 @@ from jaxtyping import Array
 from neuronjax.kernels.attention.blocks import (
     clean,
     grouped,
+    lowest,
     product,
     sees_no_key,
     unseen,
@@ -149,11 +150,12 @@ def _prepare(q, k, v, extras: Extras, options: Options, tp_q, tp_k) -> _Call:
     bias = _spread(extras.bias, k.shape[0])
     if bias is not None:
         seen = seen & (bias != -jnp.inf)
-        z = z + jnp.where(bias == -jnp.inf, 0, bias).astype(acc)
+        total = z + jnp.where(bias == -jnp.inf, 0, bias).astype(acc)
+        z = jnp.where(total < lowest(acc), lowest(acc), total)
     seen = jnp.broadcast_to(seen, z.shape)
     sink = None if extras.sink is None else grouped(extras.sink.astype(acc), k.shape[0])
-    drop = _drop(extras, options, z.shape)
-    return _Call(q, k, v, jnp.where(seen, z, unseen(acc)), slope, seen, drop, sink)
+    drop = _drop(extras, options, z.shape, k.shape[0])
+    return _Call(q, k, v, jnp.where(seen, z, lowest(acc)), slope, seen, drop, sink)
 
 
 def _visible(q_seq, kv_seq, prior, extras: Extras, options: Options):
@@ -180,12 +182,13 @@ def _spread(x, num_kv_heads):
     return x[None] if x.shape[0] == 1 else grouped(x, num_kv_heads)
 
 
-def _drop(extras: Extras, options: Options, shape):
+def _drop(extras: Extras, options: Options, shape, num_kv_heads):
     if extras.key is None:
         return 1
     numbers = [jnp.arange(n, dtype=jnp.int32) for n in shape[2:]]
     rows = extras.positions(numbers[0], options)
-    return kept_weights(extras.key, options, shape[:2], rows, numbers[1])
+    keys = grouped(extras.key, num_kv_heads)
+    return kept_weights(keys, options, rows, numbers[1])
 
 
 def _with_sink(call: _Call):
@@ -194,7 +197,7 @@ def _with_sink(call: _Call):
         return call.z, call.seen
     column = jnp.broadcast_to(call.sink[..., None], (*call.z.shape[:3], 1))
     shown = jnp.broadcast_to(column != -jnp.inf, column.shape)
-    z = jnp.concatenate([call.z, jnp.maximum(column, unseen(column.dtype))], -1)
+    z = jnp.concatenate([call.z, jnp.maximum(column, lowest(column.dtype))], -1)
     return z, jnp.concatenate([call.seen, shown], -1)
 
 

@@ -17,11 +17,11 @@ from neuronjax.kernels.attention.blocks import (
     cut,
     grouped,
     like,
+    lowest,
     pad_rows,
     product,
     rows_first,
     unblock,
-    unseen,
 )
 from neuronjax.kernels.attention.dropout import block_weights
 from neuronjax.kernels.attention.options import Extras, Options
@@ -81,7 +81,7 @@ def attention_fwd(
     acc, dtype, heads = accumulator(q.dtype), q.dtype, k.shape[0]
     q = pad_rows(grouped(rows_first(q, tp_q), heads), rows.block)
     sink = None if extras.sink is None else grouped(extras.sink.astype(acc), heads)
-    weights = block_weights(extras, options, q.shape[:2])
+    weights = block_weights(extras, options, heads)
 
     def query_block(_, i):
         q_block = cut(q, i, rows.block)
@@ -90,7 +90,7 @@ def attention_fwd(
             k_block = cut(segment.key, j, segment.block)
             z = scores(q_block, k_block, seen, options, acc)
             if segment.bias is not None:
-                z = _biased(z, block_of(segment.bias, segment, i, j), seen)
+                z = biased(z, block_of(segment.bias, segment, i, j), seen)
             v_block = cut(segment.value, j, segment.block)
             drop = weights(segment, i, j)
             return _fold(carry, z, v_block, seen, drop, options.softmax_dtype)
@@ -113,7 +113,7 @@ def _start(q_block: jax.Array, v: jax.Array, sink: jax.Array | None, acc: jnp.dt
     """The fold's carry: product, running max, running sum, and the ties of the max."""
     row = like(jnp.zeros_like(q_block[..., 0], acc), q_block)
     out = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
-    top = row + unseen(acc) / 2
+    top = row + lowest(acc)
     if sink is None:
         return out, top, row, row, row
     sink = sink + row
@@ -129,7 +129,7 @@ def scores(q, k, seen, options: Options, acc: jnp.dtype):
         return _scored(q, k, options, acc)
     (q, q_poison), (k, k_poison) = clean(q, acc), clean(k, acc)
     z = _scored(q, k, options, acc) + q_poison[..., None] + k_poison[:, None, None]
-    return jnp.where(seen, z, unseen(acc))
+    return jnp.where(seen, z, lowest(acc))
 
 
 def _scored(q, k, options: Options, acc: jnp.dtype):
@@ -147,8 +147,10 @@ def capped(z: jax.Array, soft_cap: float) -> jax.Array:
     return soft_cap * jnp.tanh(z / soft_cap) if soft_cap else z
 
 
-def _biased(z: jax.Array, bias: jax.Array, seen: jax.Array) -> jax.Array:
-    return jnp.where(seen, z + jnp.where(seen, bias, 0).astype(z.dtype), z)
+def biased(z: jax.Array, bias: jax.Array, seen: jax.Array) -> jax.Array:
+    """`z + bias` where seen, and no lower than the lowest score."""
+    total = z + jnp.where(seen, bias, 0).astype(z.dtype)
+    return jnp.where(seen & (total < lowest(z.dtype)), lowest(z.dtype), total)
 
 
 def _fold(carry, z, v, seen, drop, softmax_dtype: str):
@@ -161,7 +163,7 @@ def _fold(carry, z, v, seen, drop, softmax_dtype: str):
     out, top, total, ties, tie_sum = carry
     new = lax.stop_gradient(jnp.maximum(top, z.max(-1)))
     p, decay = jnp.exp(z - new[..., None]), jnp.exp(top - new)
-    p = rounded(p, softmax_dtype)
+    p = rounded(p if seen is None else jnp.where(seen, p, 0), softmax_dtype)
     kept = (p if drop is None else p * drop).astype(v.dtype)
     if seen is None:
         pv = product("ngqk,nkd->ngqd", kept, v, out.dtype)
@@ -171,6 +173,7 @@ def _fold(carry, z, v, seen, drop, softmax_dtype: str):
         poison = jnp.where(seen, poison[:, None, None], 0).sum(-1)
         pv = pv + poison[..., None]
     tied, same = z == new[..., None], top == new
+    tied = tied if seen is None else tied & seen
     ties = jnp.where(same, ties, 0) + tied.sum(-1, dtype=ties.dtype)
     tie_sum = jnp.where(same, tie_sum, 0) + jnp.where(tied, z, 0).sum(-1)
     total = total * decay + p.sum(-1)

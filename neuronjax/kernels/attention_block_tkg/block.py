@@ -152,16 +152,14 @@ def _recomputed(o, outs, c):
 
 def _attention_bwd(q, k, v, o, outs, cotangents, c, static) -> dict[str, Any]:
     """Cotangents of the heads `q`, `k`, `v`, and of all operands behind them."""
-    queries, (keys, values) = (
-        q.again[2],
-        (ranks.own_batch(t, c) for t in (k.again[2], v)),
-    )
+    queries = q.again[2]
+    keys, values = (ranks.own_batch(t, c) for t in (k.again[2], v))
     new, d_caches = cache.stored_bwd((cotangents["k_out"], cotangents["v_out"]), o, c)
     grads = dict(zip(("k_cache", "v_cache"), d_caches, strict=True))
     if c.skip_attention:
         heads = queries.astype(o.x.dtype).mT
         dq, more = projected_bwd(_or_zeros(cotangents, outs, "x_out"), heads, o, c)
-        grads |= dict(more, q=dq.mT)
+        grads |= dict(more, q=dq.mT.astype(queries.dtype))
     else:
         scale = _softmax_scale(o, c, queries)
         found = _through_attention(

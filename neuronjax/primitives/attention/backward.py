@@ -123,7 +123,10 @@ def _each_sink(d_joint: Array, sinks: Array) -> Array:
     wide = sinks.astype(d_joint.dtype)
     d_joint = d_joint.reshape(sinks.shape[:2])
     if sinks.ndim == 3:
-        d_joint = d_joint[..., None] * jax.nn.softmax(wide, -1)
+        # Of sinks that are all -inf, which weigh nothing, none has a share.
+        hidden = (wide == -jnp.inf).all(-1, keepdims=True)
+        shares = jax.nn.softmax(jnp.where(hidden, 0, wide), -1)
+        d_joint = d_joint[..., None] * shares
     return d_joint.astype(sinks.dtype)
 
 
@@ -148,7 +151,8 @@ def backwards_attention_kernel(
     tp_q: bool = False,
     tp_k: bool = False,
     tp_out: bool = False,
-    **hints: Any,
+    num_stages: int | None = None,
+    num_tiles: int | None = None,
 ) -> tuple[Array, ...]:
     """Emits the macro `BackwardsAttention`.
 
@@ -171,7 +175,9 @@ def backwards_attention_kernel(
         tp_q: layout of `q` and `dq`, as in `attention_kernel`.
         tp_k: layout of `k` and `dk`.
         tp_out: layout of `out` and `d_out`.
-        **hints: scheduling hints; they travel in the config bag and change no value.
+        num_stages: a scheduling hint; it travels in the config bag and changes no
+            value; so does `num_tiles`.
+        num_tiles: see `num_stages`.
 
     Returns:
         `(dq, dk, dv)`, each with the shape and dtype of its operand; then, where they
@@ -179,6 +185,8 @@ def backwards_attention_kernel(
     """
     extras = Extras(mask=as_mask(mask), bias=bias, sink=sink)
     stored = (out, neg_max, recip, d_out, d_neg_max, d_recip)
+    given = dict(num_stages=num_stages, num_tiles=num_tiles)
+    hints = {key: value for key, value in given.items() if value is not None}
     *grads, more = attention_gradients(
         *(q, k, v, extras, *stored),
         scale=1.0,

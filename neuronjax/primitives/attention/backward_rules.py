@@ -6,14 +6,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from neuronjax.primitives.attention.operand_kinds import (
+    is_mask,
+    is_number,
+    is_soft_cap,
+    is_wide_float,
+    not_array,
+)
 from neuronjax.primitives.attention.prefill_facts import mask_misfit, misfit
 from neuronjax.primitives.contracts import Contract, Size, add
+from neuronjax.primitives.tile import MemrefTile
 
 BWD, KERNEL = ("attention_bwd",), ("backwards_attention_kernel",)
 UNIT_SCALE = "Backwards Attention BIR kernel only supports softmax scale = 1.0"
 NO_DROPOUT = (
     "Backwards Attention BIR kernel does not currently support non zero dropout prob"
 )
+_FLOATS = ("q", "out", "d_out", "neg_max", "recip", "sink", "bias")
+_OPERANDS = ("sinks_ref", "bound_min", "bound_max", "bias_ref")
 _ARRAYS = ("q_ref", "k_ref", "v_ref", "o_ref", "dy_ref")
 
 
@@ -41,11 +51,15 @@ def bwd_facts(call: SimpleNamespace) -> dict[str, Any]:
         kv_seq=kv_seq,
         misfit=misfit(call, wanted),
         lse_misfit=_lse_misfit(call.lse_ref.shape, (batch, heads, q_seq)),
-        sinks_misfit=sinks is not None and sinks.shape[:2] != (batch, heads),
+        sinks_misfit=sinks is not None and not _fits_sinks(sinks.shape, (batch, heads)),
         bias_misfit=mask_misfit(bias, scores),
         scores=scores,
         tiled=False,
     )
+
+
+def _fits_sinks(shape: tuple[int, ...], rows: tuple[int, int]) -> bool:
+    return shape[:2] == rows and len(shape) in (2, 3) and 0 not in shape
 
 
 def _lse_misfit(shape: tuple[int, ...], rows: tuple[int, int, int]) -> bool:
@@ -140,7 +154,7 @@ add(
         "{dy_ref.dtype}",
         lambda c: (
             len({getattr(c, name).dtype for name in _ARRAYS}) != 1
-            or not jnp.issubdtype(c.q_ref.dtype, jnp.floating)
+            or not is_wide_float(c.q_ref)
         ),
         example=_arguments(dy_ref=np.zeros((1, 4, 8, 128), jnp.bfloat16)),
         stage=0,
@@ -196,11 +210,56 @@ add(
         example=_arguments(bias_ref=(2, 1, 1)),
     ),
     Contract(
+        "attention_bwd.floats",
+        BWD,
+        "{function}: sinks_ref and bias_ref must have floating dtypes, and lse_ref "
+        "float32 (float64 beside float64), got lse_ref {lse_ref.dtype}",
+        lambda c: (
+            not (is_wide_float(c.sinks_ref) and is_wide_float(c.bias_ref))
+            or c.lse_ref.dtype not in (jnp.float32, jnp.float64)
+        ),
+        example=_arguments(sinks_ref=np.zeros((1, 4), np.int32)),
+    ),
+    Contract(
+        "attention_bwd.scale_kind",
+        BWD,
+        "{function}: softmax_scale must be a real number, a scalar array or None, got "
+        "{softmax_scale!r}",
+        lambda c: (
+            not is_number(c.softmax_scale, None)
+            and not hasattr(c.softmax_scale, "dtype")
+        ),
+        example=_arguments(softmax_scale="1"),
+        stage=0,
+    ),
+    Contract(
+        "attention_bwd.settings",
+        BWD,
+        "{function}: sliding_window must be an integer or None and logits_soft_cap a "
+        "number or None, known while tracing, got {sliding_window!r} and "
+        "{logits_soft_cap!r}",
+        lambda c: (
+            not isinstance(c.sliding_window, int | np.integer | None)
+            or not is_number(c.logits_soft_cap, None)
+        ),
+        example=_arguments(sliding_window=1.5, use_causal_mask=True),
+        stage=0,
+    ),
+    Contract(
+        "attention_bwd.arrays",
+        BWD,
+        "{function}: {not_array}",
+        lambda c: vars(c).setdefault("not_array", not_array(c, _OPERANDS)),
+        example=_arguments(sinks_ref=[0.0]),
+        stage=0,
+    ),
+    Contract(
         "attention_bwd.bounds",
         BWD,
         "{function}: bound_min and bound_max must be given together",
         lambda c: (c.bound_min is None) != (c.bound_max is None),
         example=_arguments(bound_min=(128,)),
+        stage=0,
     ),
     Contract(
         "attention_bwd.window",
@@ -216,9 +275,9 @@ add(
     Contract(
         "attention_bwd.soft_cap",
         BWD,
-        "{function}: logits_soft_cap must be positive and finite, or None, got "
+        "{function}: logits_soft_cap must lie in [1e-30, 1e30], or be None, got "
         "{logits_soft_cap}",
-        lambda c: c.logits_soft_cap is not None and not 0 < c.logits_soft_cap < jnp.inf,
+        lambda c: not is_soft_cap(c.logits_soft_cap),
         example=_arguments(logits_soft_cap=0.0),
     ),
     Contract(
@@ -289,7 +348,7 @@ add(
         KERNEL,
         "{function}: q, k and v must have 3 axes, heads first, got {q.shape}, "
         "{k.shape} and {v.shape}",
-        lambda c: {x.ndim for x in (c.q, c.k, c.v)} != {3},
+        lambda c: {len(x.shape) for x in (c.q, c.k, c.v)} != {3},
         example=_kernel(q=(1, 4, 8, 3)),
         stage=0,
     ),
@@ -307,6 +366,31 @@ add(
         "{function}: {misfit}",
         lambda c: c.misfit,
         example=_kernel(out=(4, 3, 5)),
+    ),
+    Contract(
+        "backwards_attention.tensors",
+        KERNEL,
+        "{function}: operands must be tensors, and none empty",
+        lambda c: any(
+            isinstance(x, MemrefTile) or 0 in x.shape
+            for x in (c.q, c.k, c.v, c.out, c.d_out)
+            if x is not None
+        ),
+        example=_kernel(q=(4, 8, 0)),
+        stage=0,
+    ),
+    Contract(
+        "backwards_attention.dtypes",
+        KERNEL,
+        "{function}: q, k and v must have one floating dtype, got {q.dtype}, {k.dtype} "
+        "and {v.dtype}; the other operands floating ones too, but mask not",
+        lambda c: (
+            {c.k.dtype, c.v.dtype} != {c.q.dtype}
+            or not all(is_wide_float(getattr(c, name)) for name in _FLOATS)
+            or not is_mask(c.mask)
+        ),
+        example=_kernel(mask=(1, 1, 5)),
+        stage=0,
     ),
     Contract(
         "backwards_attention.scores",

@@ -96,7 +96,9 @@ def attention_cte(
         k_prior: keys of a cached prefix, laid out like `k`.
         v_prior: its values, `[kv_heads, prior, value_dim]`.
         prior_used_len: how many slots of the prefix are filled, `[1]`; may be traced.
-            Slots past it are never read, and their gradients are zero.
+            Slots past it are never read, and their gradients are zero. A traced length
+            past the buffer moves the window as it says; slots that are not there show
+            nothing.
         sink: one logit a query head, `[heads, 1]`.
         sliding_window: `W`, with `causal_mask`; `None` and 0 mean no window.
         tp_q: layout of `q`.
@@ -104,7 +106,7 @@ def attention_cte(
         tp_out: return `[heads, value_dim, q_seq]`.
         cache_softmax: return the statistics too.
         softmax_dtype: what weights and statistics are rounded to: float32 (float64
-            inputs keep float64) or bfloat16.
+            inputs keep float64) or bfloat16, through which gradients pass unrounded.
         mm_out_dtype: what the products of queries and keys are rounded to: float32, or
             for the target gen4 bfloat16.
         cp_offset: the position of query 0, `[1, 1]`, where `q` is one part of a
@@ -120,8 +122,9 @@ def attention_cte(
         bias: the same shapes, added to the scores; a key of bias -inf is not seen.
         logits_soft_cap: `c`; `None` for none.
         dropout_rate: in `[0, 1)`.
-        dropout_key: a JAX random key; a weight is dropped by the key, its head, its
-            query's position and its column alone, however the work is cut.
+        dropout_key: a JAX random key, or one a head, `[heads]`; a weight is dropped by
+            the key, its head, its query's position and its column alone, however the
+            work is cut.
 
     Returns:
         `out`, `[heads, q_seq, value_dim]` in the dtype of `q`, or with `cache_softmax`
@@ -155,7 +158,7 @@ def attention_cte(
         k, k_prior, tp_k = _turned(k), _turned(k_prior), False
     elif tp_k and tp_q:
         q, tp_q = _turned(q), False
-    key, drop = dropout_settings(dropout_rate, dropout_key)
+    key, drop = dropout_settings(dropout_rate, dropout_key, q.shape[0])
     bounds = as_bounds(bound_min, bound_max, v.shape[1])
     used, offset = (as_position(x) for x in (prior_used_len, cp_offset))
     prior = (k_prior, v_prior, used)
@@ -164,7 +167,7 @@ def attention_cte(
     config |= non_default(sliding_window, logits_soft_cap) | drop
     config |= _dtypes(softmax_dtype, mm_out_dtype)
     if cp_strided_q_slicing:
-        config["stride"] = global_cp_deg
+        config["stride"] = int(global_cp_deg or 1)
     if config["is_tiled"]:
         return emit_tiled(q, k, v, None, config)
     out, *rows = _emit(q, k, v, extras, config)

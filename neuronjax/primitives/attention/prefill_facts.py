@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
+
 from neuronjax.context import settings
 from neuronjax.primitives.known import known
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
@@ -44,8 +46,8 @@ def cte_facts(call: SimpleNamespace) -> dict[str, Any]:
         mask_misfit=mask_misfit(call.mask, scores),
         bias_misfit=mask_misfit(call.bias, scores),
         scores=scores,
-        used=_value(call.prior_used_len),
-        offset=_value(call.cp_offset),
+        used=one_value(call.prior_used_len),
+        offset=one_value(call.cp_offset),
         options=_given(call),
         target=settings().target,
     )
@@ -56,7 +58,7 @@ def _prior_keys(facts: dict[str, Any], prior: Any, tp_k: bool) -> tuple:
     return (facts["kv_heads"], *width)
 
 
-def _value(x: Any) -> int | None:
+def one_value(x: Any) -> int | None:
     """The one value of `x`, where it is known."""
     held = known(x)
     return None if held is None or held.size != 1 else int(held.reshape(()))
@@ -81,7 +83,16 @@ _OFF = dict(
 def _given(call: SimpleNamespace) -> str:
     """The options that are on: what tiles do not take."""
     on = [key for key, off in _OFF.items() if not _is_off(getattr(call, key), off)]
+    dtypes = "softmax_dtype", "mm_out_dtype"
+    on += [key for key in dtypes if not _is_float32(getattr(call, key))]
     return ", ".join(on)
+
+
+def _is_float32(dtype: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) == jnp.float32
+    except TypeError:
+        return False
 
 
 def _is_off(value: Any, off: Any) -> bool:

@@ -6,6 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from neuronjax.primitives.attention.operand_kinds import (
+    is_mask,
+    is_number,
+    is_soft_cap,
+    is_wide_float,
+    not_array,
+)
 from neuronjax.primitives.attention.prefill_rules import CTE, REACH, arguments, row
 from neuronjax.primitives.contracts import Contract, Size, add
 
@@ -17,29 +24,55 @@ def _cte(rule: str, message: str, violated=None, **kwargs: Any) -> None:
     row(rule, message, violated, (CTE,), **kwargs)
 
 
+_ARRAYS = (*_PRIOR, *_BOUNDS, "sink", "cp_offset", "mask", "bias")
+
+
+def _setting(call: Any) -> str:
+    """The first setting of the wrong kind, described; they are known while tracing."""
+    for name in ("causal_mask", "tp_q", "tp_k", "tp_out", "cache_softmax"):
+        if not isinstance(getattr(call, name), bool | np.bool_):
+            return f"{name} must be True or False, got {getattr(call, name)!r}"
+    for name in ("sliding_window", "global_cp_deg"):
+        if not isinstance(getattr(call, name), int | np.integer | None):
+            return f"{name} must be an integer or None, got {getattr(call, name)!r}"
+    for name in ("logits_soft_cap", "dropout_rate"):
+        if not is_number(getattr(call, name), None):
+            return f"{name} must be a number, got {getattr(call, name)!r}"
+    return ""
+
+
 def _some(call: Any, names: tuple[str, ...]) -> bool:
     """Whether some of the arguments are given, and not all."""
     absent = [getattr(call, name) is None for name in names]
     return any(absent) and not all(absent)
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > 1
-
-
-def _is_key(key: Any) -> bool:
-    """A typed key, or the raw data of one."""
+def _is_key(key: Any, heads: int) -> bool:
+    """A typed key, or the raw data of one; or one a head."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is None:
         return False
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return shape == ()
-    return dtype == jnp.uint32 and shape == (2,)
+        return shape in ((), (heads,))
+    return dtype == jnp.uint32 and shape in ((2,), (heads, 2))
+
+
+def _dtype(name: Any) -> Any:
+    """The dtype that `name` means; None if it means none."""
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        return None
 
 
 def _is_one(scale: Any) -> bool:
     """Whether a scale is known to be 1."""
     return isinstance(scale, int | float) and float(scale) == 1.0
+
+
+def _is_real(x: Any) -> bool:
+    kinds = jnp.floating, jnp.integer
+    return any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
 
 
 def _prior(**changes: Any):
@@ -57,6 +90,27 @@ def _limited(call: Any) -> bool:
     return bool(call.sliding_window or call.k_prior is not None or call.global_cp_deg)
 
 
+_cte(
+    "arrays",
+    "{not_array}",
+    lambda c: vars(c).setdefault("not_array", not_array(c, _ARRAYS)),
+    example=arguments(sink=[0.0] * 4),
+    stage=0,
+)
+_cte(
+    "settings",
+    "{setting}",
+    lambda c: vars(c).setdefault("setting", _setting(c)),
+    example=arguments(sliding_window=2.5),
+    stage=0,
+)
+_cte(
+    "scale_kind",
+    "scale must be a real number, a scalar array or None, got {scale!r}",
+    lambda c: not is_number(c.scale, None) and not hasattr(c.scale, "dtype"),
+    example=arguments(scale="2.0"),
+    stage=0,
+)
 _cte(
     "prior_together",
     "k_prior, v_prior and prior_used_len must be given together",
@@ -137,6 +191,12 @@ _cte(
     example=arguments(global_cp_deg=2),
 )
 _cte(
+    "cp_reach",
+    "the positions of {q_seq} queries, {global_cp_deg} apart, must be below 2**31",
+    lambda c: c.cp_strided_q_slicing and c.q_seq * (c.global_cp_deg or 1) >= 2**30,
+    example=_shard(global_cp_deg=2**30, cp_strided_q_slicing=True),
+)
+_cte(
     "cp_degree",
     "global_cp_deg must be at least 1, got {global_cp_deg}",
     lambda c: c.global_cp_deg is not None and c.global_cp_deg < 1,
@@ -150,39 +210,46 @@ _cte(
 )
 _cte(
     "causal_alone",
-    "sliding_window and cp_offset need causal_mask, got {causal_mask}",
-    lambda c: not c.causal_mask and (bool(c.sliding_window) or c.cp_offset is not None),
+    "sliding_window needs causal_mask, got {causal_mask}",
+    lambda c: not c.causal_mask and bool(c.sliding_window),
     example=arguments(sliding_window=2, causal_mask=False),
 )
 _cte(
     "bounds_alone",
-    "bound_min and bound_max are columns of k: they do not come with a prior or with "
-    "parts of a sequence, got {options}",
+    "bound_min and bound_max are columns of k: they do not come with a prior, got "
+    "{options}",
+    lambda c: c.bound_min is not None and c.k_prior is not None,
+    example=_prior(bound_min=(3, 1), bound_max=(3, 1)),
+)
+_cte(
+    "bounds_dtype",
+    "bound_min and bound_max must be real numbers, got {bound_min.dtype} and "
+    "{bound_max.dtype}",
     lambda c: (
         c.bound_min is not None
-        and (c.k_prior is not None or (c.global_cp_deg or 1) > 1)
+        and not all(_is_real(x) for x in (c.bound_min, c.bound_max))
     ),
-    example=_prior(bound_min=(3, 1), bound_max=(3, 1)),
+    example=arguments(bound_min=np.ones((3, 1), bool), bound_max=(3, 1)),
 )
 _cte(
     "softmax_dtype",
     "softmax_dtype must be float32 or bfloat16, got {softmax_dtype}",
-    lambda c: jnp.dtype(c.softmax_dtype) not in (jnp.float32, jnp.bfloat16),
+    lambda c: _dtype(c.softmax_dtype) not in (jnp.float32, jnp.bfloat16),
     example=arguments(softmax_dtype="float16"),
 )
 _cte(
     "mm_out_dtype",
     "mm_out_dtype must be float32, or bfloat16 on gen4, got {mm_out_dtype} on {target}",
     lambda c: (
-        jnp.dtype(c.mm_out_dtype) not in (jnp.float32, jnp.bfloat16)
-        or (jnp.dtype(c.mm_out_dtype) == jnp.bfloat16 and c.target != "gen4")
+        _dtype(c.mm_out_dtype) not in (jnp.float32, jnp.bfloat16)
+        or (_dtype(c.mm_out_dtype) == jnp.bfloat16 and c.target != "gen4")
     ),
     example=arguments(mm_out_dtype="bfloat16"),
 )
 _cte(
     "sink_dtype",
     "sink must have a floating dtype, got {sink.dtype}",
-    lambda c: c.sink is not None and not _is_float(c.sink),
+    lambda c: not is_wide_float(c.sink),
     example=arguments(sink=np.zeros((4, 1), np.int32)),
 )
 _cte(
@@ -195,7 +262,7 @@ _cte(
 _cte(
     "cte_mask_dtype",
     "mask must be boolean or integer, got {mask.dtype}: bias is the additive one",
-    lambda c: c.mask is not None and jnp.issubdtype(c.mask.dtype, jnp.floating),
+    lambda c: not is_mask(c.mask),
     example=arguments(mask=(1, 1, 5)),
 )
 _cte(
@@ -208,13 +275,13 @@ _cte(
 _cte(
     "bias_dtype",
     "bias must have a floating dtype, got {bias.dtype}: mask is the boolean one",
-    lambda c: c.bias is not None and not _is_float(c.bias),
+    lambda c: not is_wide_float(c.bias),
     example=arguments(bias=np.ones((1, 1, 5), bool)),
 )
 _cte(
     "soft_cap",
-    "logits_soft_cap must be positive and finite, or None, got {logits_soft_cap}",
-    lambda c: c.logits_soft_cap is not None and not 0 < c.logits_soft_cap < jnp.inf,
+    "logits_soft_cap must lie in [1e-30, 1e30], or be None, got {logits_soft_cap}",
+    lambda c: not is_soft_cap(c.logits_soft_cap),
     example=arguments(logits_soft_cap=-1.0),
 )
 _cte(
@@ -225,9 +292,10 @@ _cte(
 )
 _cte(
     "dropout_key",
-    "dropout_key must be one random key for a dropout_rate of {dropout_rate}, got "
+    "dropout_key must be a random key, or {heads} of them, for a dropout_rate of "
+    "{dropout_rate}, got "
     "{dropout_key}",
-    lambda c: c.dropout_rate != 0 and not _is_key(c.dropout_key),
+    lambda c: c.dropout_rate != 0 and not _is_key(c.dropout_key, c.heads),
     example=arguments(dropout_rate=0.5),
 )
 _cte(
@@ -269,6 +337,21 @@ _cte(
     "the chip takes at most 32 parts of a sequence, got {value}",
     size=Size("degree", lambda c: c.global_cp_deg or 1, maximum=32),
     example=_shard(global_cp_deg=33),
+    tag="hw",
+)
+_cte(
+    "chip_parts",
+    "the chip takes parts of a sequence with causal_mask alone, got {causal_mask}",
+    lambda c: not c.causal_mask and c.cp_offset is not None,
+    example=_shard(causal_mask=False),
+    tag="hw",
+)
+_cte(
+    "chip_bounds",
+    "the chip takes bounds without parts of a sequence, got global_cp_deg = "
+    "{global_cp_deg}",
+    lambda c: c.bound_min is not None and (c.global_cp_deg or 1) > 1,
+    example=_shard(bound_min=(3, 1), bound_max=(3, 1)),
     tag="hw",
 )
 add(

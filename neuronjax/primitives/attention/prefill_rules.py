@@ -5,6 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from neuronjax.primitives.attention.operand_kinds import (
+    is_mask,
+    is_number,
+    is_wide_float,
+    not_array,
+)
 from neuronjax.primitives.contracts import Contract, Size, add, all_or_none_tiles
 from neuronjax.primitives.tile import MemrefTile
 
@@ -17,6 +23,7 @@ TILED_STATISTICS = (
 )
 # Of operands that an example gives as a shape; the others are float32.
 _DTYPES = dict(prior_used_len=np.int32, cp_offset=np.int32)
+_ARRAYS = ("mask", "active_mask", "sink")
 UNIT_SCALE = "{name} only supports scale equal to 1.0"
 
 
@@ -55,6 +62,12 @@ def row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> Non
     )
 
 
+def _heads_misfit(heads: int, q_head: int | None, batch_size: int | None) -> bool:
+    if q_head is None or batch_size is None:
+        return heads % (q_head or batch_size or 1) != 0
+    return q_head * batch_size != heads
+
+
 for _function in BOTH:
     add(all_or_none_tiles(_function, ("q", "k", "v"), _mixed))
 add(
@@ -71,7 +84,7 @@ add(
         "attention.unit_scale",
         (KERNEL,),
         UNIT_SCALE,
-        lambda c: c.is_causal and not c.tiled and float(c.one_scale) != 1.0,
+        lambda c: c.is_causal and not c.tiled and c.one_scale != 1.0,
         example=arguments(is_causal=True, scale=0.5),
         literal=True,
     ),
@@ -170,7 +183,7 @@ row(
     "mask_dtype",
     "mask must be boolean or integer, got {one_mask.dtype}: attention_cte takes an "
     "additive bias and has its gradient",
-    lambda c: c.one_mask is not None and jnp.issubdtype(c.one_mask.dtype, jnp.floating),
+    lambda c: not is_mask(c.one_mask),
     (KERNEL,),
     example=arguments(mask=(1, 1, 5)),
 )
@@ -189,6 +202,28 @@ row(
     example=arguments(sink=(3, 1)),
 )
 row(
+    "kernel_sink_dtype",
+    "sink must have a floating dtype, got {sink.dtype}",
+    lambda c: not is_wide_float(c.sink),
+    (KERNEL,),
+    example=arguments(sink=np.zeros((4, 1), np.int32)),
+)
+row(
+    "kernel_scale",
+    "scale must be a number that is known while tracing, got {one_scale!r}",
+    lambda c: not is_number(c.one_scale),
+    (KERNEL,),
+    example=arguments(scale="2"),
+)
+row(
+    "kernel_arrays",
+    "{not_array}",
+    lambda c: vars(c).setdefault("not_array", not_array(c, _ARRAYS)),
+    (KERNEL,),
+    example=arguments(sink=[0.0] * 4),
+    stage=0,
+)
+row(
     "foreign_operand",
     "{foreign}, not of this one",
     lambda c: c.foreign,
@@ -197,8 +232,7 @@ row(
 )
 row(
     "kernel_dropout",
-    "dropout_prob must be 0: no macro has dropout, attention_cte has it, got "
-    "{dropout_prob}",
+    "dropout_prob must be 0: attention_cte has dropout, got {dropout_prob}",
     lambda c: c.dropout_prob != 0,
     (KERNEL,),
     example=arguments(dropout_prob=0.1),
@@ -229,9 +263,7 @@ row(
 row(
     "batch",
     "heads of q must be q_head * batch_size = {q_head} * {batch_size}, got {heads}",
-    lambda c: (
-        None not in (c.q_head, c.batch_size) and c.q_head * c.batch_size != c.heads
-    ),
+    lambda c: _heads_misfit(c.heads, c.q_head, c.batch_size),
     (KERNEL,),
     example=arguments(q_head=3, batch_size=2),
 )

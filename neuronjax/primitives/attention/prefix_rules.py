@@ -6,14 +6,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from neuronjax.primitives.attention.prefill_facts import mask_misfit, misfit
+from neuronjax.primitives.attention.operand_kinds import (
+    is_mask,
+    is_number,
+    is_wide_float,
+    not_array,
+)
+from neuronjax.primitives.attention.prefill_facts import (
+    mask_misfit,
+    misfit,
+    one_value,
+)
 from neuronjax.primitives.attention.prefill_rules import UNIT_SCALE
 from neuronjax.primitives.contracts import Contract, add
-from neuronjax.primitives.known import known
 from neuronjax.primitives.registry import PREFIX_CACHING_NAMES
+from neuronjax.primitives.tile import MemrefTile
 
 _KERNEL = ("attention_prefix_caching_fwd_kernel",)
 _ARRAYS = ("q", "k", "v", "k_prior", "v_prior")
+_OPERANDS = (*_ARRAYS, "prior_used_len", "prefix_mask", "mask", "sink")
 _NAME = "AttentionMMSoftmaxMMWithoutSwap"
 
 
@@ -34,7 +45,6 @@ def prefix_facts(call: SimpleNamespace) -> dict[str, Any]:
         prior_used_len=(1,),
         sink=(heads, 1),
     )
-    held = known(call.prior_used_len)
     masks = dict(prefix_mask=prior, mask=kv_seq)
     return dict(
         heads=heads,
@@ -42,7 +52,7 @@ def prefix_facts(call: SimpleNamespace) -> dict[str, Any]:
         prior=prior,
         misfit=misfit(call, wanted),
         mask_misfit=_mask_misfit(call, masks, (heads, q_seq)),
-        used=None if held is None else int(held.reshape(-1)[0]),
+        used=one_value(call.prior_used_len),
         name=call.kernel_name,
         tiled=False,
     )
@@ -54,7 +64,7 @@ def _mask_misfit(call: SimpleNamespace, masks: dict[str, int], rows: tuple) -> s
         if mask is None:
             continue
         shape = (*rows, columns)
-        if mask_misfit(mask, shape) or jnp.issubdtype(mask.dtype, jnp.floating):
+        if mask_misfit(mask, shape) or not is_mask(mask):
             wanted = "[{}]".format(", ".join(f"1 or {n}" for n in shape))
             got = f"{mask.dtype} {tuple(mask.shape)}"
             return f"{name} must be boolean or integer, {wanted}, got {got}"
@@ -91,6 +101,29 @@ _row(
     example=_arguments(kernel_name="AttentionMMSoftmaxMM"),
     stage=0,
     literal=True,
+)
+_row(
+    "arrays",
+    "{not_array}",
+    lambda c: vars(c).setdefault("not_array", not_array(c, _OPERANDS)),
+    example=_arguments(prior_used_len=3),
+    stage=0,
+)
+_row(
+    "tiles",
+    "the prefix-caching leaf takes tensors, got a tile",
+    lambda c: any(isinstance(getattr(c, name), MemrefTile) for name in _ARRAYS),
+    example=lambda function: dict(
+        _arguments()(function), q=MemrefTile.from_tensor(np.zeros((4, 8, 3)), 1)
+    ),
+    stage=0,
+)
+_row(
+    "scale_kind",
+    "scale must be a number that is known while tracing, got {scale}",
+    lambda c: not is_number(c.scale),
+    example=_arguments(scale="2"),
+    stage=0,
 )
 _row(
     "rank",
@@ -132,6 +165,12 @@ _row(
     "{misfit}",
     lambda c: c.misfit,
     example=_arguments(v_prior=(2, 3, 6)),
+)
+_row(
+    "sink",
+    "sink must have a floating dtype, got {sink.dtype}",
+    lambda c: not is_wide_float(c.sink),
+    example=_arguments(sink=np.zeros((4, 1), np.int32)),
 )
 _row(
     "masks",

@@ -37,5 +37,18 @@ def statistics_from_tiles(statistics: Float[Array, "heads 128 _"]) -> Array:
 
     Returns:
         `[heads, q_seq, 1]`.
+
+    Raises:
+        ValueError: `statistics` has another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> statistics_from_tiles(jnp.zeros((2, 128, 3))).shape
+        (2, 384, 1)
     """
+    if statistics.ndim != 3 or statistics.shape[1] != 128:
+        raise ValueError(
+            "statistics_from_tiles: statistics must have shape [heads, 128, q_seq / "
+            f"128], got {statistics.shape}"
+        )
     return jnp.swapaxes(statistics, 1, 2).reshape(statistics.shape[0], -1, 1)

@@ -1,0 +1,42 @@
+"""Whether an argument of attention is an array, a mask, a number: for its rules."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+def not_array(call: SimpleNamespace, names: tuple[str, ...]) -> str:
+    """The first of these arguments that is neither an array nor None, described."""
+    for name in names:
+        x = getattr(call, name)
+        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return f"{name} must be an array, got {type(x).__name__}"
+    return ""
+
+
+def is_number(x: Any, *others: Any) -> bool:
+    """Whether `x` is one of `others`, or a real number that is known while tracing."""
+    if any(x is other for other in others):
+        return True
+    kinds = int | float | np.integer | np.floating
+    return isinstance(x, kinds) and not isinstance(x, Tracer | bool)
+
+
+def is_soft_cap(cap: Any) -> bool:
+    """Whether a score over the cap is a normal float32; None is no cap."""
+    return cap is None or 1e-30 <= cap <= 1e30
+
+
+def is_mask(mask: Any) -> bool:
+    """Whether nonzero can mean keep: a float mask is mostly an additive one."""
+    return mask is None or not jnp.issubdtype(mask.dtype, jnp.floating)
+
+
+def is_wide_float(x: Any) -> bool:
+    """Whether `x` is None or floating, two bytes or more."""
+    if x is None:
+        return True
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > 1
