@@ -128,3 +128,11 @@ def test_the_emitter_is_the_function():
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_emitter_takes_no_argument_that_it_does_not_know():
+    """A misspelled flag would be a stage left out."""
+    arrays = operands(sizes(), {})
+    for wrong in ("rmsnorm_X_enable", "softmax_scaling"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
+            neuronjax.emit.attention_block_tkg_kernel(**arrays, **{wrong: True})

@@ -84,6 +84,7 @@ def attention_block_tkg_kernel(
     transposed_out: bool = False,
     out_in_sb: bool = False,
     softmax_scale: float | Array | None = None,
+    enable_fa_s_prior_tiling: bool = True,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     skip_attention: bool = False,
@@ -91,12 +92,13 @@ def attention_block_tkg_kernel(
     KVDP_replica_group: str | None = None,
     round_activations: bool = True,
     lnc: int | None = None,
-    **hints: Any,
+    num_stages: int | None = None,
+    num_tiles: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """Emits `AttentionBlockTkg`.
 
     Args:
-        X: as in `attention_block_tkg`, and so are all arguments but `hints`.
+        X: as in `attention_block_tkg`, and so are all but the last two.
         W_qkv: as in `attention_block_tkg`.
         K_cache: as in `attention_block_tkg`.
         V_cache: as in `attention_block_tkg`.
@@ -133,6 +135,7 @@ def attention_block_tkg_kernel(
         transposed_out: as in `attention_block_tkg`.
         out_in_sb: as in `attention_block_tkg`.
         softmax_scale: as in `attention_block_tkg`.
+        enable_fa_s_prior_tiling: as in `attention_block_tkg`.
         k_scale: as in `attention_block_tkg`.
         v_scale: as in `attention_block_tkg`.
         skip_attention: as in `attention_block_tkg`.
@@ -140,15 +143,17 @@ def attention_block_tkg_kernel(
         KVDP_replica_group: as in `attention_block_tkg`.
         round_activations: as in `attention_block_tkg`.
         lnc: as in `attention_block_tkg`.
-        **hints: placement hints; they travel in the config bag and change no value.
+        num_stages: a scheduling hint; it travels in the config bag and changes no
+            value; so does `num_tiles`.
+        num_tiles: see `num_stages`.
 
     Returns:
         `(X_out, K_out, V_out)` as in `attention_block_tkg`.
     """
     call = SimpleNamespace(**locals())
     require_values("attention_block_tkg_kernel", call)
-    operands, config = _operands(call), _config(call)
-    x_out, k_out, v_out, *_ = attention_block(*operands, name=NAME, **config, **hints)
+    operands, config = _operands(call), _config(call) | _hints(call)
+    x_out, k_out, v_out, *_ = attention_block(*operands, name=NAME, **config)
     return x_out, k_out, v_out
 
 
@@ -199,6 +204,12 @@ def _config(call: SimpleNamespace) -> dict[str, Any]:
         kvdp=operator.index(call.KVDP),
         axis=call.KVDP_replica_group if operator.index(call.KVDP) > 1 else None,
     )
+
+
+def _hints(call: SimpleNamespace) -> dict[str, Any]:
+    given = dict(num_stages=call.num_stages, num_tiles=call.num_tiles)
+    given = {name: value for name, value in given.items() if value is not None}
+    return dict(given, enable_fa_s_prior_tiling=call.enable_fa_s_prior_tiling)
 
 
 def _epsilon(call: SimpleNamespace, side: str) -> float | None:
