@@ -164,7 +164,8 @@ def reference(arrays, options):
 
 def _wide(x):
     x = np.asarray(x)
-    return x.astype(np.float64) if x.dtype.kind in "fV" else x
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return x.astype(np.float64) if x.dtype.kind in "fV" else x
 
 
 def _norm(t, gain, eps, count=None):

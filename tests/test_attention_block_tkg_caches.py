@@ -7,7 +7,6 @@ import pytest
 
 from tests.attention_block_case import (
     BLOCKS,
-    E4M3,
     call,
     combination,
     operands,
@@ -26,7 +25,7 @@ def hidden_slots(arrays):
     """Which cache slots no query sees, `[..., slots]` of the caches' own layout."""
     mask = np.asarray(arrays["attention_mask"])
     seq = arrays["X"].shape[1]
-    seen = mask[: len(mask) - seq].any((2, 3)).T
+    seen = np.asarray(mask[: len(mask) - seq].any((2, 3))).T
     shape = arrays["V_cache"].shape
     hidden = np.ones((shape[0], shape[-2]), bool)
     if "active_blocks_table" not in arrays:
@@ -82,27 +81,67 @@ def test_hidden_fp8_slots_reach_no_output(name):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["bare", "blocks", "fp8", "fp8 blocks"])
-def test_no_other_slot_is_touched(name):
-    """Bit by bit, a NaN's payload too."""
-    arrays, options = combination(name)
-    kind = arrays["K_cache"].dtype
-    raw = np.uint8 if kind == E4M3 else np.uint32
-    bits = np.array([0x7F, 0xFF, 0x79] if raw == np.uint8 else [0x7FC01234, 0xFFC00001])
-    for key in ("K_cache", "V_cache"):
-        rng = np.random.default_rng(3)
-        noise = rng.choice(bits, arrays[key].shape).astype(raw)
+# Bits of NaNs, quiet and signalling, with payloads.
+PATTERNS = {
+    "float8_e4m3": [0x7F, 0xFF, 0x79],
+    "float16": [0x7D01, 0xFC03, 0x7E55],
+    "bfloat16": [0x7F81, 0xFFA3, 0x7FC5],
+    "float32": [0x7FC01234, 0xFFC00001, 0x7FA00001],
+}
+
+
+def bits_of(x):
+    x = np.asarray(x)
+    return x.view(f"uint{8 * x.dtype.itemsize}")
+
+
+def named_slots(arrays):
+    """Which slots the update names, `[..., slots]` of the values' cache."""
+    shape, seq = arrays["V_cache"].shape, arrays["X"].shape[1]
+    named = np.zeros((shape[0], shape[-2]), bool)
+    for b, start in enumerate(np.asarray(arrays["kv_cache_update_idx"])[:, 0]):
+        row = named.reshape(-1) if "active_blocks_table" in arrays else named[b]
+        row[start : start + seq] = True
+    return named
+
+
+def slots_first(cache, options, key):
+    """A cache as `[..., slots, width]`, without an axis for its head."""
+    cache = cache[:, 0] if cache.ndim == 4 else cache
+    turned = key == "K_cache" and options.get("K_cache_transposed")
+    return cache.swapaxes(1, 2) if turned else cache
+
+
+@pytest.mark.parametrize("dtype", PATTERNS)
+@pytest.mark.parametrize("name", ["bare", "keys transposed", "blocks", "one sequence"])
+def test_only_the_named_slots_are_touched(name, dtype):
+    """Bit by bit, a NaN's payload too; the named ones hold the new tokens."""
+    if name == "one sequence":
+        options, arrays = {}, operands(sizes(batch=1), {})
+    else:
+        arrays, options = combination(name)
+    for seed, key in enumerate(("K_cache", "V_cache")):
+        shape, kind = arrays[key].shape, jnp.dtype(dtype)
+        noise = np.random.default_rng(seed).choice(PATTERNS[dtype], shape)
+        noise = noise.astype(f"uint{8 * kind.itemsize}")
         arrays[key] = jnp.asarray(noise.view(kind))
-    arrays["attention_mask"] = (
-        arrays["attention_mask"].at[: -arrays["X"].shape[1]].set(0)
-    )
-    _, *got = run(arrays, options)
-    for out, key in zip(got, ("K_cache", "V_cache"), strict=True):
-        before, after = (np.asarray(x).view(raw) for x in (arrays[key], out))
-        count = arrays["X"].shape[:2]
-        rows = (before != after).any(-1)
-        assert rows.sum() <= count[0] * count[1]
-        assert rows.any()
+    seq = arrays["X"].shape[1]
+    arrays["attention_mask"] = arrays["attention_mask"].at[:-seq].set(0)
+    if dtype == "float8_e4m3":
+        options = options | dict(fp8=True)
+        arrays |= dict.fromkeys(("k_scale", "v_scale"), jnp.ones((1, 1)))
+    got, wanted = run(arrays, options)[1:], reference(arrays, options)[1:]
+    named = named_slots(arrays)
+    assert named.any() and not named.all()
+    for key, out, exact in zip(("K_cache", "V_cache"), got, wanted, strict=True):
+        assert out.dtype == arrays[key].dtype and out.shape == arrays[key].shape
+        before, after, exact = (
+            slots_first(np.asarray(x), options, key) for x in (arrays[key], out, exact)
+        )
+        np.testing.assert_array_equal(bits_of(before)[~named], bits_of(after)[~named])
+        written = after[named].astype(np.float32), exact[named].astype(np.float32)
+        step = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(*written, rtol=max(step, 1e-5), atol=1e-5)
 
 
 SKIPS = [np.uint32(0xFFFFFFFF), np.int32(-1), np.int8(-1)]
@@ -174,9 +213,10 @@ def test_of_two_sequences_that_name_one_slot_the_later_counts():
     assert error(dx, wanted) <= 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["bare", "keys transposed", "blocks", "fp8"])
-def test_donated_caches_are_updated_in_place(name):
-    arrays, options = combination(name)
+def test_donated_caches_are_updated_in_place(name, dtype):
+    arrays, options = combination(name, dtype)
     caches = {k: jnp.array(arrays.pop(k)) for k in ("K_cache", "V_cache")}
     wanted = call(arrays | caches, options)
     step = jax.jit(lambda c, a: call(a | c, options)[1:], donate_argnums=0)

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from neuronjax.kernels.attention_block_tkg.operands import Operands
 from neuronjax.kernels.indices import bounded
-from neuronjax.kernels.kv_cache import write_slots
+from neuronjax.kernels.kv_cache import write_blocks, write_slots
 from neuronjax.kernels.quantization.fp8 import E4M3, is_fp8
 from neuronjax.kernels.quantization.straight_through import (
     static_codes,
@@ -96,17 +96,14 @@ def _ways(o: Operands, c: Any) -> tuple[int, int]:
 
 def _write(cache, new, o, axis):
     """`cache` with `new` in it, in its own dtype and shape."""
-    rows = new[:, 0].astype(cache.dtype)
-    whole = _headless(cache)
-    if is_fp8(cache.dtype):  # as bytes: XLA on a CPU may change the bits of a NaN
-        rows, whole = (lax.bitcast_convert_type(a, jnp.uint8) for a in (rows, whole))
+    rows, whole = new[:, 0].astype(cache.dtype), _headless(cache)
     if o.table is not None:
-        held = _write_blocks(whole, rows, o.position)
+        places = _places(o.position, rows.shape[1], math.prod(whole.shape[:2]))
+        held = _write_places(whole, rows, places)
     else:
         rows = rows if axis == 1 else rows.mT
         start = _starts(o.position, rows.shape[axis], whole.shape[axis])
         held = write_slots(whole, rows, start, axis=axis)
-    held = lax.bitcast_convert_type(held, cache.dtype) if is_fp8(cache.dtype) else held
     return held.reshape(cache.shape)
 
 
@@ -157,18 +154,22 @@ def _places(position, count, size):
     return jnp.where(lost | (start[:, None] >= size), size, slots)
 
 
-def _flat_blocks(blocks):
-    return blocks.reshape(math.prod(blocks.shape[:2]), blocks.shape[2])
+def _one_block(blocks):
+    """The blocks in a row, as one."""
+    return blocks.reshape(1, math.prod(blocks.shape[:2]), blocks.shape[2])
 
 
-def _write_blocks(blocks, rows, position):
-    flat = _flat_blocks(blocks)
-    places = _places(position, rows.shape[1], flat.shape[0])
-    return flat.at[places].set(rows, mode="drop").reshape(blocks.shape)
+def _write_places(blocks, rows, places):
+    """Each row goes to a place of its own: its own sequence of one token."""
+    tokens = rows.reshape(math.prod(rows.shape[:2]), 1, rows.shape[2])
+    first = jnp.zeros((tokens.shape[0], 1), jnp.int32)
+    held = write_blocks(_one_block(blocks), tokens, places.reshape(-1), first)
+    return held.reshape(blocks.shape)
 
 
 def _read_blocks(cotangent, position, count):
-    flat = _flat_blocks(cotangent)
+    flat = _one_block(cotangent)[0]
     places = _places(position, count, flat.shape[0])
     new = flat.at[places].get(mode="fill", fill_value=0)
-    return new, flat.at[places].set(0, mode="drop").reshape(cotangent.shape)
+    (zeros,) = uniform(jnp.zeros_like(new), new)[:1]
+    return new, _write_places(cotangent, zeros, places)
