@@ -166,23 +166,46 @@ def test_wider_values_are_clipped_before_they_are_fp8():
         np.testing.assert_array_equal(np.float32(got[0, :2, 0]), [240.0, -240.0])
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_donated_cache_is_updated_in_place(blocks):
-    cache = jnp.zeros((6, 2, 64, 32))
-    new = jnp.ones((6, 2, 1, 32))
-    position, table = jnp.arange(6), jnp.arange(6)[:, None]
-    if blocks:
+@pytest.mark.parametrize("dtype", [*DTYPES, "float16"])
+@pytest.mark.parametrize("name", ["write", "circular", "transposed", "block", "heads"])
+def test_a_donated_cache_is_updated_in_place(name, dtype):
+    """No copy of it is made, in its own dtype or in a wider one; no other bit moves."""
+    shape, axis = [6, 2, 64, 32], 2
+    if name == "transposed":
+        shape, axis = [6, 2, 32, 64], 3
+    if name == "block":
+        shape, axis = [6, 64, 32], 1
+    cache = _filled(shape, dtype)
+    shape[axis] = 3
+    new, position = _new(shape, dtype), jnp.arange(6)
+    if name in ("block", "heads"):
         write = functools.partial(nn.write_block_cache, position=position)
-        write = functools.partial(write, active_blocks_table=table)
+        write = functools.partial(write, active_blocks_table=jnp.arange(6)[:, None])
     else:
-        write = functools.partial(nn.write_circular_cache, position=position, axis=2)
-    step = jax.jit(write, donate_argnums=0)
-    compiled = step.lower(cache, new).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == cache.nbytes
-    place = cache.unsafe_buffer_pointer()
+        kind = nn.write_circular_cache if name == "circular" else nn.write_cache
+        write = functools.partial(kind, position=position, axis=axis)
+    wanted = _around(_bits(cache), _bits(new), range(6), axis)
+    compiled = jax.jit(write, donate_argnums=0).lower(cache, new).compile()
+    memory, place = compiled.memory_analysis(), cache.unsafe_buffer_pointer()
     got = compiled(cache, new)
     assert cache.is_deleted() and got.unsafe_buffer_pointer() == place
-    assert compiled.memory_analysis().temp_size_in_bytes < cache.nbytes // 4
+    assert memory.alias_size_in_bytes == cache.nbytes
+    assert memory.temp_size_in_bytes < cache.nbytes // 4
+    np.testing.assert_array_equal(_bits(got), wanted)
+
+
+@pytest.mark.parametrize("position", [(0, 1, 2), (3, -1, 0), (2, 2**31 - 1, -(2**31))])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_write_that_does_not_fit_leaves_its_row(dtype, position):
+    """R-15: to the bit, in narrow floats too."""
+    cache, new = _filled((3, 4, 2), dtype), _new((3, 2, 2), dtype)
+    got = jax.jit(nn.write_cache)(cache, new, jnp.asarray(position))
+    kept = [p if 0 <= p <= 2 else -1 for p in position]
+    np.testing.assert_array_equal(
+        _bits(got), _around(_bits(cache), _bits(new), kept, 1)
+    )
+    many = jax.jit(nn.write_cache)(new, cache, jnp.zeros(3, "int32"))
+    np.testing.assert_array_equal(_bits(many), _bits(new))
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -1,6 +1,11 @@
 """Writing keys and values into a cache: a slot that is not there is never clamped.
 
-A write changes its own slots alone, and not the bits of another one.
+A write changes its own slots alone, and not the bits of another one. Each has two
+forms. One moves the new values to their places: a scatter, which XLA does in place.
+The other is for narrow floats: XLA on a CPU turns a whole narrow cache into a wider
+type and back for one scatter, and a NaN that nobody writes may come back with other
+bits. It asks of every slot which token goes there, and selects among the bits: one
+loop over the cache, in place.
 """
 
 import functools
@@ -28,7 +33,8 @@ def write_slots(
 
     A write that does not fit leaves its row of the cache as it was.
     """
-    return _bitwise(_rows_writer(axis), cache, _cast(new, cache.dtype), position)
+    forms = _rows_writer(axis), _rows_selector(axis)
+    return _written(*forms, cache, _cast(new, cache.dtype), position)
 
 
 @functools.cache
@@ -46,10 +52,36 @@ def _write_row(row, new, position, axis):
     size, count = row.shape[axis], new.shape[axis]
     if count > size:
         return row
-    fits = (position >= 0) & (position + count <= size)
+    fits = (position >= 0) & (position <= size - count)
     held = lax.dynamic_slice_in_dim(row, position, count, axis)
     values = jnp.where(fits, new, held)
     return lax.dynamic_update_slice_in_dim(row, values, position, axis)
+
+
+@functools.cache
+def _rows_selector(axis: int) -> Callable:
+    def select(cache, new, position):
+        size, count = cache.shape[axis], new.shape[axis]
+        fits = (position >= 0) & (position <= size - count)
+        # Where the write does not fit, no slot is at a token.
+        first = jnp.where(fits, position, size).astype(jnp.int32)
+        return _select(cache, new, _slots(size) - first[:, None], axis)
+
+    return select
+
+
+def _slots(size):
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+def _select(cache, new, token, axis):
+    """`new[b, token[b, slot]]` where there is such a token, else what is held."""
+    if not new.size:
+        return cache
+    there = (token >= 0) & (token < new.shape[axis])
+    there = jnp.expand_dims(there, [i for i in range(1, cache.ndim) if i != axis])
+    pick = jax.vmap(lambda n, t: jnp.take(n, t, axis=axis - 1, mode="clip"))
+    return jnp.where(there, pick(new, token), cache)
 
 
 def write_around(
@@ -73,7 +105,8 @@ def write_around(
     token = jnp.arange(skipped, count, dtype=jnp.int32)
     slot = (first[:, None] + token) % jnp.int32(size)
     slot = jnp.where((position >= 0)[:, None], slot, size + token)
-    return _bitwise(_scatter_writer(axis), cache, _cast(new, cache.dtype), slot)
+    forms = _scatter_writer(axis), _around_selector(axis)
+    return _written(*forms, cache, _cast(new, cache.dtype), slot)
 
 
 @functools.cache
@@ -84,6 +117,19 @@ def _scatter_writer(axis: int) -> Callable:
         return _set(cache, where, jnp.moveaxis(new, axis, 1))
 
     return write
+
+
+@functools.cache
+def _around_selector(axis: int) -> Callable:
+    def select(cache, new, slot):
+        size = cache.shape[axis]
+        if not new.size:
+            return cache
+        first = slot[:, :1]
+        token = jnp.where(first < size, (_slots(size) - first) % size, -1)
+        return _select(cache, new, token, axis)
+
+    return select
 
 
 def write_blocks(
@@ -99,13 +145,26 @@ def write_blocks(
     nothing.
     """
     block, offset = block_places(cache, new.shape[-2], position, table)
-    return _bitwise(_write_blocks, cache, _cast(new, cache.dtype), block, offset)
+    forms = _scatter_blocks, _select_blocks
+    return _written(*forms, cache, _cast(new, cache.dtype), block, offset)
 
 
-def _write_blocks(cache, new, block, offset):
+def _scatter_blocks(cache, new, block, offset):
     if cache.ndim == 3:
         return _set(cache, (block, offset), new)
     return _set(cache, (block, slice(None), offset), jnp.swapaxes(new, 1, 2))
+
+
+def _select_blocks(cache, new, block, offset):
+    if not new.size:
+        return cache
+    tokens = jnp.arange(block.size, dtype=jnp.int32).reshape(block.shape)
+    places = jnp.full((cache.shape[0], cache.shape[-2]), -1, jnp.int32)
+    token = _set(places, (block, offset), tokens)
+    rows = lax.collapse(jnp.moveaxis(new, -2, 1), 0, 2)
+    picked = jnp.moveaxis(jnp.take(rows, token, axis=0, mode="clip"), 1, -2)
+    there = jnp.expand_dims(token >= 0, [*range(1, cache.ndim - 2), -1])
+    return jnp.where(there, picked, cache)
 
 
 def _set(cache, where, new):
@@ -153,22 +212,20 @@ def _cast(new: jax.Array, dtype: DTypeLike) -> jax.Array:
     return new.astype(dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _bitwise(write: Callable, cache: Any, new: Any, *where: Any) -> Any:
-    """`write(cache, new, *where)`, which moves values, on the bits of narrow floats.
-
-    XLA on a CPU turns a whole narrow cache into a wider type and back for one scatter,
-    and a NaN that nobody writes may come back with other bits.
-    """
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _written(
+    scatter: Callable, select: Callable, cache: Any, new: Any, *where: Any
+) -> Any:
+    """`scatter(cache, new, *where)`, or of narrow floats `select` among their bits."""
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(cache.dtype.itemsize)
     if bits is None or not jnp.issubdtype(cache.dtype, jnp.floating):
-        return write(cache, new, *where)
+        return scatter(cache, new, *where)
     raw = (lax.bitcast_convert_type(x, bits) for x in (cache, new))
-    return lax.bitcast_convert_type(write(*raw, *where), cache.dtype)
+    return lax.bitcast_convert_type(select(*raw, *where), cache.dtype)
 
 
-@_bitwise.defjvp
-def _write_tangents(write, primals, tangents):
+@_written.defjvp
+def _write_tangents(scatter, select, primals, tangents):
     """A write is linear: its derivative writes the tangents."""
-    moved = write(*tangents[:2], *primals[2:])
-    return _bitwise(write, *primals), moved
+    moved = scatter(*tangents[:2], *primals[2:])
+    return _written(scatter, select, *primals), moved

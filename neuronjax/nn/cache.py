@@ -70,9 +70,10 @@ def write_cache(
         axis: the slots' axis, not 0.
 
     Returns:
-        The updated cache. Under `jit` a row whose write does not fit (a negative
-        position, or past the end) comes back unchanged: nothing is clamped onto other
-        slots.
+        The updated cache; no other slot changes, nor its bits. Under `jit` a row whose
+        write does not fit (a negative position, or past the end) comes back unchanged:
+        nothing is clamped onto other slots. Donate the cache to update it in place; one
+        of a narrow float is passed over once, on a CPU, but not copied.
 
     Raises:
         ValueError: positions are concrete and a write does not fit, or shapes differ.
@@ -122,7 +123,8 @@ def write_circular_cache(
 
     Returns:
         The updated cache; no other slot changes, nor its bits. Under `jit` a negative
-        position leaves its row as it was. Donate the cache to update it in place.
+        position leaves its row as it was. Donate the cache to update it in place, as by
+        `write_cache`.
 
     Raises:
         ValueError: a position is known while tracing and negative, or shapes differ.
@@ -171,7 +173,8 @@ def write_block_cache(
         The updated cache; no other slot changes, nor its bits. Under `jit` a sequence
         whose write does not fit its row of the table, or meets an entry that is no
         block, writes nothing; of two that write one slot, either may win. Donate the
-        cache to update it in place.
+        cache to update it in place, as by `write_cache`; a narrow one needs four bytes
+        more for each slot of a block.
 
     Raises:
         ValueError: shapes differ; or positions and table are known while tracing and a
