@@ -263,3 +263,14 @@ def test_what_a_mesh_cannot_split_is_refused(call, words):
     arrays, _ = operands(1, 2, 2, 6, "window")
     with pytest.raises(ValueError, match=words):
         call(*(arrays[n] for n in "qkv"))
+
+
+def test_values_are_checked_before_the_mesh_hides_them():
+    arrays, static = operands(2, 2, 2, 6, "prefix")
+    arrays["prior_used_len"] = np.array([9], np.int32)
+    call = functools.partial(context_parallel_attention, make_mesh(context=2))
+    words = r"context_parallel_attention: prior_used_len must lie in \[0, 5\]"
+    with pytest.raises(ValueError, match=words):
+        call(**arrays, **static)
+    with pytest.raises(ValueError, match="must have 4 axes"):
+        call(*(arrays[n][0] for n in "qkv"))

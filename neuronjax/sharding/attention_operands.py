@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from neuronjax.primitives.attention.prefill import attention_cte
 from neuronjax.primitives.attention.prefill_extras import head_keys
+from neuronjax.primitives.contracts import can
 
 _BY_HEAD = ("q", "k", "v", "k_prior", "v_prior", "dropout_key")
 _BROADCAST = ("sink", "mask", "bias")
@@ -48,6 +49,7 @@ def split_attention(
     Returns:
         What `attention_cte` returns, batch and heads as two axes.
     """
+    require_axes_of_heads(function, operands)
     arrays = {k: x for k, x in operands.items() if _is_array(k, x)}
     static = {k: x for k, x in operands.items() if k not in arrays}
     arrays = {k: jnp.asarray(x) for k, x in arrays.items()}
@@ -60,6 +62,8 @@ def split_attention(
         lead = arrays["q"].shape[:2]
         keys = head_keys(arrays["dropout_key"], lead[0] * lead[1])
         arrays["dropout_key"] = keys.reshape(lead)
+
+    _require_call(function, operands, arrays, static)
 
     def one_device(arrays):
         lead, options = arrays["q"].shape[:2], dict(static)
@@ -93,6 +97,32 @@ def require_whole(
             f"{function}: {word} of q, k and v must be multiples of the {shards} "
             f"devices of {axis!r}, got {sizes}"
         )
+
+
+def require_axes_of_heads(function: str, operands: dict[str, Any]) -> None:
+    """Refuses q, k and v without an axis of batch and one of heads."""
+    shapes = [jnp.shape(operands[name]) for name in "qkv"]
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(
+            f"{function}: q, k and v must have 4 axes [batch, heads, _, _], got "
+            f"{', '.join(map(str, shapes))}"
+        )
+
+
+def _require_call(
+    function: str,
+    operands: dict[str, Any],
+    arrays: dict[str, Array],
+    static: dict[str, Any],
+) -> None:
+    """Refuses what `attention_cte` would on one device, where values are known yet."""
+    given = jax.eval_shape(_folded, arrays)
+    given |= {name: operands[name] for name in _WHOLE if name in arrays}
+    report = can(attention_cte, **given, **static)
+    if not report:
+        lines = [v.message for v in report.violations if v.tag == "math"]
+        text = "\n".join(line.replace("attention_cte", function) for line in lines)
+        raise ValueError(text)
 
 
 def _is_array(name: str, value: Any) -> bool:

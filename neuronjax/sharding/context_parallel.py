@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from neuronjax.sharding.attention_operands import (
+    require_axes_of_heads,
     require_whole,
     sequence_axis,
     split_attention,
@@ -63,8 +64,8 @@ def context_parallel_attention(
             `stride_sequence`; otherwise they are in natural order.
         halo: fetch the keys of a window from the device before instead of gathering all
             of them. For natural order, equal lengths of `q` and `k`, a window of at
-            most one key more than a device's part, and neither a prefix, a mask or
-            bias with columns, nor dropout.
+            most one key more than a device's part, and neither a prefix, bounds, a mask
+            or bias with columns, nor dropout.
         **options: further arguments of `attention_cte`, by name, shaped as in
             `sharded_attention`. The queries' axis of `mask` and `bias`, and the bounds,
             are in the order of `q`; their columns and the prefix are in natural order,
@@ -92,6 +93,7 @@ def context_parallel_attention(
     if taken:
         raise ValueError(f"{_NAME}: the mesh sets {', '.join(sorted(taken))}")
     shards = mesh.shape[axis]
+    require_axes_of_heads(_NAME, dict(q=q, k=k, v=v))
     operands = dict(q=q, k=k, v=v, **options)
     lengths = [operands[n].shape[sequence_axis(n, options)] for n in "qkv"]
     require_whole(_NAME, mesh, axis, "sequences", *lengths)
@@ -130,6 +132,8 @@ def _require_halo(
         f"a window of 1 to {part + 1}": not window or not 0 < window <= part + 1,
         "no prefix": operands.get("k_prior") is not None,
         "no columns in a mask or bias": bool(wide),
+        "a causal mask": not operands.get("causal_mask", True),
+        "no bounds": operands.get("bound_min") is not None,
         "no dropout": bool(operands.get("dropout_rate")),
     }
     if any(wrong.values()):

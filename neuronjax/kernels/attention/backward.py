@@ -20,8 +20,8 @@ from neuronjax.kernels.attention.blocks import (
     grouped,
     like,
     pad_rows,
+    row_products,
     rows_first,
-    sees_no_key,
     unblock,
     unseen,
 )
@@ -69,7 +69,6 @@ def attention_bwd(
     q, out = rows_first(q, tp_q), rows_first(out, not tp_out)
     if d_out is not None:
         d_out = rows_first(d_out.astype(dtype), not tp_out)
-        d_out = jnp.where(sees_no_key(neg_max, recip, extras.sink), 0, d_out)
     pulled = _row_terms(out, recip, d_out, d_neg_max, d_recip, acc)
     whole = _whole_rows(q, d_out, (neg_max, recip), pulled, heads, rows)
     sink = None if extras.sink is None else grouped(extras.sink.astype(acc), heads)
@@ -123,7 +122,7 @@ def _row_terms(out, recip, d_out, d_neg_max, d_recip, acc) -> tuple[Any, Any]:
     """
     shift = jnp.zeros_like(recip)
     if d_out is not None:
-        shift = (out.astype(acc) * d_out.astype(acc)).sum(-1)[..., None]
+        shift = row_products(out, d_out, acc)
     if d_recip is None and d_neg_max is None:
         return shift, None
     pull = 0 if d_recip is None else d_recip * recip

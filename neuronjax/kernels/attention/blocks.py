@@ -78,18 +78,14 @@ def clean(x: jax.Array, acc: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finite, x, 0), poison
 
 
-def sees_no_key(
-    neg_max: jax.Array, recip: jax.Array, sink: jax.Array | None
-) -> jax.Array:
-    """Boolean `[heads, q_seq, 1]`: the output of these rows is 0 whatever anything is.
+def row_products(out: jax.Array, d_out: jax.Array, acc: jnp.dtype) -> jax.Array:
+    """`rowsum(out * d_out)`, `[.., rows, 1]`.
 
-    `neg_max` is inf without a sink. With one, the row's sink is its maximum and weighs
-    all: its keys, if it has any, weigh nothing in this precision.
+    Where the output is 0, as in a row that sees no key, a cotangent that is not finite
+    counts as 0: 0 * NaN would reach the sink.
     """
-    blind = neg_max == jnp.inf
-    if sink is None:
-        return blind
-    return blind | ((neg_max == -sink.astype(neg_max.dtype)[:, None]) & (recip == 1))
+    d_out = jnp.where(jnp.isfinite(d_out) | (out != 0), d_out, 0)
+    return (out.astype(acc) * d_out.astype(acc)).sum(-1)[..., None]
 
 
 def product(spec: str, a: jax.Array, b: jax.Array, acc: jnp.dtype) -> jax.Array:

@@ -15,7 +15,7 @@ from neuronjax.kernels.attention.blocks import (
     grouped,
     lowest,
     product,
-    sees_no_key,
+    row_products,
     unseen,
 )
 from neuronjax.kernels.attention.dropout import kept_weights
@@ -92,7 +92,6 @@ def attention_bwd_plain(
     call = _prepare(q, k, v, extras, options, tp_q, tp_k)
     out = out.mT if tp_out else out
     d_out = jnp.zeros_like(out) if d_out is None else d_out.mT if tp_out else d_out
-    d_out = jnp.where(sees_no_key(neg_max, recip, extras.sink), 0, d_out)
     d_neg_max, d_recip = (
         jnp.zeros_like(recip) if d is None else d for d in (d_neg_max, d_recip)
     )
@@ -106,7 +105,7 @@ def attention_bwd_plain(
     p = jnp.where(seen, p * recip, 0)
     dp = product("ngqd,nkd->ngqk", d_out, call.value, acc) * call.drop
     dp = jnp.pad(dp, [(0, 0)] * 3 + [(0, z.shape[-1] - dp.shape[-1])])
-    delta = (d_out.astype(acc) * out.astype(acc)).sum(-1, keepdims=True)
+    delta = row_products(out, d_out, acc)
     dz = jnp.where(seen, p * (dp - delta - d_recip * recip), 0)
     tied = seen & (z == z.max(-1, keepdims=True))
     ties = jnp.maximum(tied.sum(-1, keepdims=True, dtype=acc), 1)
