@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from neuronjax.kernels.attention.backward import attention_bwd
-from neuronjax.kernels.attention.options import Extras
+from neuronjax.kernels.attention.options import Extras, Options
 from neuronjax.kernels.attention.plain import attention_bwd_plain, attention_plain
 from neuronjax.kernels.attention.prefill import attention_fwd
+from neuronjax.kernels.attention.segments import cut_rows, make_segments, visit
 from neuronjax.kernels.attention.tiled import attention_tiled_fwd
 from tests.attention_equations import attend, gradients, visible
 
@@ -231,6 +232,23 @@ def test_the_tiled_leaf_contracts_over_partitions_and_chunks(lengths, causal):
         jax.jit(run)(*operands), attend(q, k, v, seen, 0.5)[:3], strict=True
     ):
         np.testing.assert_allclose(got, tile(wanted), rtol=5e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("window", "most"), [(0, 64), (1, 1), (128, 2), (256, 2), (1024, 5)]
+)
+def test_a_block_of_rows_visits_the_blocks_of_its_window_alone(window, most):
+    """16384 positions in blocks of 256: a window costs the window."""
+    rows = cut_rows(16384, 256)
+    array = jnp.zeros((1, 16384, 1))
+    options = Options(True, window=window)
+    (segment,) = make_segments(rows, array, array, Extras(), options, 256, True)
+
+    def visited(i):
+        return visit(segment, i, lambda j, n, seen: n + 1, 0, static=False)
+
+    counts = jax.lax.map(visited, jnp.arange(rows.blocks, dtype=jnp.int32))
+    assert counts.max() == most and counts[0] == 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
