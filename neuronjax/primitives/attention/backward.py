@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 from neuronjax.kernels.attention.options import Extras
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.primitives.attention import backward_rules  # noqa: F401  enters the rows
+from neuronjax.primitives.attention.backward_facts import bwd_facts, kernel_facts
 from neuronjax.primitives.attention.backward_macro import attention_gradients
-from neuronjax.primitives.attention.backward_rules import bwd_facts, kernel_facts
 from neuronjax.primitives.attention.prefill_extras import (
     as_bounds,
     as_mask,

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
@@ -46,6 +48,11 @@ def arguments(tiles: bool = False, **changes: Any):
         return arrays
 
     return build
+
+
+def _symbolic() -> jax.ShapeDtypeStruct:
+    shape = export.symbolic_shape("4, s, 8")
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _mixed(function: str) -> dict[str, Any]:
@@ -132,6 +139,13 @@ row(
     "v must have shape [{kv_heads}, {kv_seq}, value_dim], got {v.shape}",
     lambda c: tuple(c.v.shape[:2]) != (c.kv_heads, c.kv_seq),
     example=arguments(v=(2, 4, 6)),
+)
+row(
+    "fixed_lengths",
+    "q_seq and kv_seq must be known while tracing, since keys are cut into blocks, got "
+    "{q_seq} and {kv_seq}: export once for each length, the heads may be symbolic",
+    lambda c: not all(isinstance(n, int) for n in (c.q_seq, c.kv_seq)),
+    example=lambda function: arguments(q=_symbolic())(function),
 )
 row(
     "tile_axes",
