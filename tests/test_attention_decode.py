@@ -1,5 +1,6 @@
 """Decode attention, against a float64 softmax over the slots that each query sees."""
 
+import contextlib
 import functools
 
 import chex
@@ -276,7 +277,7 @@ def test_position_ids_without_a_mask_are_causal():
 def test_a_tree_of_new_tokens_is_what_its_mask_says():
     arrays = _tkg_arrays()
     positions = jnp.array([[3, 4], [0, 1]])
-    tree = np.broadcast_to(np.eye(2)[:, None, None], (2, 2, 2, 2))
+    tree = np.broadcast_to(np.eye(2, dtype=bool)[:, None, None], (2, 2, 2, 2))
     config = _config(use_pos_id=True)
     got, _ = neuronjax.attention_tkg(
         *arrays, jnp.asarray(tree), config, rope_pos_ids=positions
@@ -334,3 +335,62 @@ def test_the_macro_says_that_it_decodes():
     attend = functools.partial(attention_tkg_fwd_kernel, lengths=jnp.array([3]))
     (row,) = neuronjax.trace(attend, *arrays).rows
     assert row.name == "AttentionTkgFwd" and dict(row.config)["is_tkg"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_empty_past_leaves_the_new_tokens(plain):
+    """`curr_sprior` is `s_active`; and no slot at all, which gives zeros."""
+    arrays = _tkg_arrays()
+    mask = np.tri(2, dtype=bool).T[:, None, None]
+    config, seen = _config(curr_sprior=2), jnp.broadcast_to(mask, (2, 2, 2, 2))
+
+    def attend(q):
+        out, _ = neuronjax.attention_tkg(q, *arrays[1:], seen, config)
+        cached = (q, None, None, *arrays[3:])
+        none = attention_tkg_fwd_kernel(
+            *cached, lengths=jnp.array([3, 0]), prior_slots=0
+        )
+        return jnp.sin(out).sum() + none.sum(), (out, none)
+
+    with neuronjax.plain() if plain else contextlib.nullcontext():
+        (_, (out, none)), dq = jax.value_and_grad(attend, has_aux=True)(arrays[0])
+    read = [*arrays[:3], arrays[3][:2, :, :, :0], arrays[4][:2, :, :0]]
+    wanted = _attend(*read, np.broadcast_to(mask, (2, 2, 2, 2)))
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    assert not np.any(none) and np.isfinite(dq).all() and np.any(dq)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_frequencies_turn_by_the_angles_that_they_say(dtype):
+    """A position past what the dtype holds exactly is not rounded to it."""
+    arrays = _draw((1, 1, 1, 1, 2, 4, 4))
+    freqs = jnp.array([[1.0], [0.1]], dtype)
+
+    def keys(freqs):
+        return attention_tkg_fwd_kernel(
+            *arrays,
+            lengths=jnp.array([2]),
+            inv_freqs=freqs,
+            rope_pos_ids=jnp.array([[70001]]),
+        )[1]
+
+    np.testing.assert_array_equal(keys(freqs), keys(freqs.astype("float32")))
+    angles = 70001.0 * np.asarray(freqs, np.float64)[:, 0]
+    first, second = np.split(np.asarray(arrays[1], np.float64)[0, 0, 0], 2)
+    turned = first * np.cos(angles) - second * np.sin(angles)
+    np.testing.assert_allclose(keys(freqs)[0, 0, 0, :2], turned, atol=2e-2)
+
+
+@pytest.mark.parametrize("length", [-1, 8])
+def test_a_length_that_no_sequence_has_is_refused_where_it_is_known(length):
+    """Under jit it is the nearest one."""
+    arrays = _draw(SHAPES[1])
+
+    def attend(lengths):
+        return attention_tkg_fwd_kernel(*arrays, lengths=lengths)
+
+    lengths = jnp.array([3, length, 7])
+    with pytest.raises(ValueError, match=rf"lengths must lie in \[0, 7\].*{length}"):
+        attend(lengths)
+    wanted = attend(jnp.clip(lengths, 0, 7))
+    np.testing.assert_allclose(jax.jit(attend)(lengths), wanted, rtol=1e-5)

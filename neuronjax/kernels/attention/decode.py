@@ -176,7 +176,9 @@ def rotate(q, k_active, positions, inv_freqs):
 
 
 def _angles(positions, inv_freqs):
-    angles = positions[..., None].astype(inv_freqs.dtype) * inv_freqs[:, 0]
+    # A narrow float holds neither a position in the thousands nor its angle.
+    acc = accumulator(inv_freqs.dtype)
+    angles = positions[..., None].astype(acc) * inv_freqs[:, 0].astype(acc)
     return jnp.concatenate([angles, angles], -1)
 
 
@@ -217,9 +219,7 @@ def row_max(scores):
 
     The first one's derivative is the mean over its ties, as that of `jnp.max`.
     """
-    held = functools.reduce(
-        jnp.maximum, [lax.stop_gradient(z.max(-1, keepdims=True)) for z in scores]
-    )
+    held = functools.reduce(jnp.maximum, [lax.stop_gradient(_top(z)) for z in scores])
     shares = _max_shares(scores, held)
     mean = sum(
         (share * z).sum(-1, keepdims=True)
@@ -228,6 +228,11 @@ def row_max(scores):
     top = held + (mean - lax.stop_gradient(mean))
     # Half the sentinel is still far below any logit: what is unseen weighs 0.
     return top, jnp.maximum(held, unseen(held.dtype) / 2)
+
+
+def _top(z):
+    """The max of each row, far below any logit where a part has no column."""
+    return z.max(-1, keepdims=True, initial=unseen(z.dtype))
 
 
 def _max_shares(scores, held):
@@ -311,7 +316,7 @@ def _onto_max(scores, any_seen, recip, d_max, d_recip):
     """What the statistics' cotangents send to the logits that are their row's max."""
     if d_max is None and d_recip is None:
         return [0] * len(scores)
-    held = functools.reduce(jnp.maximum, [z.max(-1, keepdims=True) for z in scores])
+    held = functools.reduce(jnp.maximum, [_top(z) for z in scores])
     flow = 0 if d_recip is None else d_recip * recip
     flow = jnp.where(any_seen, flow if d_max is None else flow - d_max, 0)
     return [flow * share for share in _max_shares(scores, held)]

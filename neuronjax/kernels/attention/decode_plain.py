@@ -53,7 +53,7 @@ def attention_decode_plain(
     z, seen = _with_sink(_dot("bhtd,bhsd->bhts", q, keys, acc), seen, sink)
     any_seen = seen.any(-1, keepdims=True)
     z = jnp.where(any_seen, jnp.where(seen, z, -jnp.inf), 0)
-    top = z.max(-1, keepdims=True)
+    top = z.max(-1, keepdims=True, initial=-jnp.inf)
     p = jnp.where(seen, jnp.exp(z - top), 0)
     total = jnp.where(any_seen, p.sum(-1, keepdims=True), 1)
     weights = (p / total)[..., : values.shape[2]].astype(q.dtype)
@@ -131,7 +131,8 @@ def _from_stored(made, seen, sink, stored, acc):
     if sink is not None:  # it has no value
         dp = jnp.concatenate([dp, jnp.zeros_like(dp[..., :1])], -1)
     ds = p * (dp - delta - d_recip * recip)
-    tied = seen & (z == jnp.where(seen, z, -jnp.inf).max(-1, keepdims=True))
+    top = jnp.where(seen, z, -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
+    tied = seen & (z == top)
     share = tied.astype(acc) / jnp.maximum(tied.sum(-1, keepdims=True, dtype=acc), 1)
     ds = jnp.where(seen, ds + share * (d_recip * recip - d_max), 0)
     count = values.shape[2]

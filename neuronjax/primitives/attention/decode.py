@@ -68,9 +68,10 @@ def attention_tkg_fwd_kernel(
         mask: what is seen, `[prior_slots (+ seq), batch, num_heads, seq]`, in token
             order, the new tokens last; with `lengths` it covers the new tokens alone,
             `[seq, batch, num_heads, seq]`, which are causal without it. Nonzero =
-            attend; it gets no gradient.
+            attend; it gets no gradient. Boolean or integer.
         lengths: `[batch]`: how many slots of each sequence are filled, or where its
-            window ends; or `[batch, seq]`, an end for each query. May be traced.
+            window ends; or `[batch, seq]`, an end for each query. May be traced: one
+            past the slots is then all of them, a negative one none.
         prior_slots: how many slots count; all by default.
         tp_k_prior: layout of the cached keys; `True` for a block cache.
         inv_freqs: `[d/2, 1]`; rotates `q` and `k_active` and divides `q` by `sqrt(d)`.
@@ -87,8 +88,8 @@ def attention_tkg_fwd_kernel(
         the rotated keys, like `k_active`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or neither `mask` nor `lengths` is
-            given.
+        ValueError: shapes or dtypes do not fit, neither `mask` nor `lengths` is given,
+            or lengths are known while tracing and lie outside of the slots.
     """
     cached = (q, k_active, v_active, k_prior, v_prior)
     more = (inv_freqs, rope_pos_ids, start_pos_ids, sink, active_blocks_table)

@@ -18,25 +18,26 @@ CACHED = ("k_active", "v_active", "k_prior", "v_prior")
 def tkg_facts(call: SimpleNamespace) -> dict[str, Any]:
     """The shapes that the config of `attention_tkg` asks for, by argument."""
     c, table = call.cfg, call.active_blocks_table
-    expected = _expected(c, table)
+    misfits = [
+        (argument, shape)
+        for argument, shape in _expected(c, table).items()
+        if _misfits(call, argument, shape)
+    ]
     columns = c.bs * c.q_head * c.s_active
     by_slots = slot_cores(c.curr_sprior, columns, c.bs, lnc=2) == 2
     shard = c.curr_sprior // 2 if by_slots else c.curr_sprior
     tiled = c.enable_fa_s_prior_tiling and shard > FLASH_TILE
     num_blocks = 0 if table is None else call.v_prior.shape[0]
     return dict(
-        expected=", ".join(
-            f"{argument} {shape}"
-            for argument, shape in expected.items()
-            if _misfits(call, argument, shape)
-        ),
+        expected=", ".join(f"{name} {shape}" for name, shape in misfits),
+        got=", ".join(f"{name} {getattr(call, name).shape}" for name, _ in misfits),
         columns=columns,
         by_batch=c.bs % 2 == 0 and not by_slots,
         by_slots=by_slots,
         last_tile=shard % FLASH_TILE if tiled else 0,
         num_blocks=num_blocks,
         wrong_block=wrong_block(table, num_blocks),
-        fraction=_fraction(call.rope_pos_ids) or _fraction(call.start_pos_ids),
+        fraction=fraction(call.rope_pos_ids, call.start_pos_ids),
         tiled=False,
         **dtype_facts(call),
     )
@@ -76,14 +77,17 @@ def _misfits(call: SimpleNamespace, argument: str, shape: tuple) -> bool:
     return got != shape
 
 
-def _fraction(ids: Any) -> float | None:
+def fraction(*ids: Any) -> float | None:
     """The first of known position ids that is no whole number; `None` if none is."""
-    held = known(ids)
-    if held is None or held.dtype.kind in "iu":
-        return None
-    wide = held.astype(np.float64)
-    wrong = wide[~np.isfinite(wide) | (wide != np.floor(wide))]
-    return float(wrong[0]) if wrong.size else None
+    for one in ids:
+        held = known(one)
+        if held is None or held.dtype.kind in "iu":
+            continue
+        wide = held.astype(np.float64)
+        wrong = wide[~np.isfinite(wide) | (wide != np.floor(wide))]
+        if wrong.size:
+            return float(wrong[0])
+    return None
 
 
 def emitter_facts(call: SimpleNamespace) -> dict[str, Any]:
@@ -110,9 +114,19 @@ def emitter_facts(call: SimpleNamespace) -> dict[str, Any]:
         rows=0 if table is not None else batch,
         num_blocks=num_blocks,
         wrong_block=wrong_block(table, num_blocks),
+        wrong_length=_wrong_length(call.lengths, slots),
         tiled=tiled,
         **dtype_facts(call),
     )
+
+
+def _wrong_length(lengths: Any, slots: int) -> int | None:
+    """The first of known lengths that no sequence can have; None if none is."""
+    held = known(lengths)
+    if held is None or held.dtype.kind not in "iu":
+        return None
+    wrong = held[(held < 0) | (held > slots)]
+    return int(wrong[0]) if wrong.size else None
 
 
 def wrong_block(table: Any, num_blocks: int) -> int | None:
@@ -145,6 +159,11 @@ def dtype_facts(call: SimpleNamespace) -> dict[str, Any]:
         fp8=bool(fp8),
         fp8_mixed=", ".join(fp8) if 0 < len(fp8) < len(given) else "",
     )
+
+
+def is_mask(mask: Any) -> bool:
+    """Whether nonzero can mean keep: a float mask is mostly an additive one."""
+    return mask is None or is_integer(mask) or mask.dtype == np.bool_
 
 
 def is_integer(x: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3
-from neuronjax.primitives.attention.decode_facts import is_integer
+from neuronjax.primitives.attention.decode_facts import is_integer, is_mask
 from neuronjax.primitives.contracts import Contract, Size, add, all_or_none_tiles
 from neuronjax.primitives.tile import MemrefTile
 
@@ -218,6 +218,13 @@ _row(
     example=_emitter(lengths=None, mask=np.ones((6, 1, 4, 2), bool)),
 )
 _row(
+    "mask_dtype",
+    "mask must be boolean or integer, nonzero = attend, got {mask.dtype}: an additive "
+    "mask would be read upside down",
+    lambda c: not is_mask(c.mask),
+    example=_emitter(lengths=None, mask=np.zeros((8, 1, 4, 2), np.float32)),
+)
+_row(
     "lengths_shape",
     "lengths must be integers of shape ({batch},) or ({batch}, {seq}), got "
     "{lengths.dtype} {lengths.shape}",
@@ -229,6 +236,12 @@ _row(
         )
     ),
     example=_emitter(lengths=np.zeros(1, np.float32)),
+)
+_row(
+    "lengths",
+    "lengths must lie in [0, {slots}], the slots of a sequence, got {wrong_length}",
+    lambda c: c.wrong_length is not None,
+    example=_emitter(lengths=np.full(1, 7, np.int32)),
 )
 _row(
     "starts_shape",

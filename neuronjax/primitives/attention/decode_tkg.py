@@ -52,9 +52,9 @@ def attention_tkg(
         k_prior: `[B+, 1, d, slots]`, or `[B+, 1, slots, d]` if `cfg.tp_k_prior`. Rows
             past `B` are ignored. With a table `[num_blocks, block_len, d]`.
         v_prior: `[B+, 1, slots, d]`, or `[num_blocks, block_len, d]`.
-        mask: `[curr_sprior, B, Hq, s]` in token order, nonzero = attend; with
-            `use_pos_id` `[s, B, Hq, s]` as (key, batch, head, query), or `None`.
-            `mask_to_token_order` brings the chip's orders here.
+        mask: boolean or integer, `[curr_sprior, B, Hq, s]` in token order, nonzero =
+            attend; with `use_pos_id` `[s, B, Hq, s]` as (key, batch, head, query), or
+            `None`. `mask_to_token_order` brings the chip's orders here.
         cfg: sizes and layouts.
         inv_freqs: `[d/2, 1]`, angles per position, radians; for `fuse_rope`.
         rope_pos_ids: `[B, s]`, positions; for `fuse_rope` and `use_pos_id`. Whole
@@ -90,7 +90,7 @@ def attention_tkg(
         >>> cache = jnp.full((2, 2, 2), cache)
         >>> cfg = AttnTKGConfig(1, 1, 1, 2, 2, 2, 2, tp_k_prior=True)
         >>> out, _ = attention_tkg(
-        ...     *(q, new, new, cache, cache, jnp.ones((2, 1, 1, 1)), cfg),
+        ...     *(q, new, new, cache, cache, jnp.ones((2, 1, 1, 1), bool), cfg),
         ...     active_blocks_table=jnp.array([[1]]),
         ... )
         >>> out.ravel()

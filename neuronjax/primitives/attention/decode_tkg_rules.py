@@ -1,12 +1,14 @@
 """What `attention_tkg` refuses, and what only the chip does."""
 
+import dataclasses
+import numbers
 from typing import Any
 
 import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3
 from neuronjax.primitives.attention.decode_config import AttnTKGConfig
-from neuronjax.primitives.attention.decode_facts import is_integer
+from neuronjax.primitives.attention.decode_facts import is_integer, is_mask
 from neuronjax.primitives.contracts import Contract, Size
 
 _SIZES = dict(bs=1, q_head=2, s_active=2, curr_sprior=6, full_sprior=8, d_head=64)
@@ -32,6 +34,7 @@ def _tkg(operands: dict[str, Any] | None = None, **sizes: Any):
     arrays: dict[str, Any] = {
         k: np.zeros(tuple(max(n, 0) for n in v), np.float32) for k, v in shapes.items()
     }
+    arrays["mask"] = arrays["mask"].astype(np.int32)
     if c.block_len:
         entries = (c.bs, c.curr_sprior // c.block_len)
         arrays["active_blocks_table"] = np.zeros(entries, np.uint32)
@@ -61,6 +64,21 @@ def _row(rule: str, message: str, *args: Any, **kwargs: Any) -> None:
     RULES.append(Contract(*named, *args, **kwargs))
 
 
+def _is_config(cfg: Any) -> bool:
+    """Sizes and switches are integers, of Python or of NumPy."""
+    return isinstance(cfg, AttnTKGConfig) and all(
+        isinstance(value, numbers.Integral | np.bool_)
+        for value in dataclasses.astuple(cfg)
+    )
+
+
+_row(
+    "config",
+    "cfg must be an AttnTKGConfig of whole numbers, got {cfg!r}",
+    lambda c: not _is_config(c.cfg),
+    example=_tkg(dict(cfg=None)),
+    stage=-1,
+)
 _row(
     "sizes",
     "sizes of cfg must be positive, got {cfg}",
@@ -156,10 +174,16 @@ _row(
 )
 _row(
     "shapes",
-    "cfg asks for shapes {expected}, got q {q.shape}, k_active {k_active.shape}, "
-    "v_active {v_active.shape}, k_prior {k_prior.shape}, v_prior {v_prior.shape}",
+    "cfg asks for shapes {expected}, got {got}",
     lambda c: bool(c.expected),
     example=_tkg(dict(v_active=np.zeros((1, 1, 3, 64), np.float32))),
+)
+_row(
+    "mask_dtype",
+    "mask must be boolean or integer, nonzero = attend, got {mask.dtype}: an additive "
+    "mask would be read upside down",
+    lambda c: not is_mask(c.mask),
+    example=_tkg(dict(mask=np.zeros((6, 1, 2, 2), np.float32))),
 )
 _row(
     "cache_pair",

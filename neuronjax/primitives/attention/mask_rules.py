@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from neuronjax.kernels.attention.decode_masks import PARTITIONS, slot_cores
+from neuronjax.primitives.attention.decode_facts import fraction, is_mask
 from neuronjax.primitives.contracts import Contract, add
 from neuronjax.primitives.options import member, members
 
@@ -48,6 +49,7 @@ def tile_facts(call: SimpleNamespace) -> dict[str, Any]:
         tiles=c.mask_out.shape[1],
         ids_shape=(PARTITIONS, columns),
         ids_given=_given(c.pos_ids, c.start_pos),
+        fraction=fraction(c.pos_ids, c.start_pos),
         end=c.s_prior_offset + c.mask_out.shape[1] * PARTITIONS,
         whole=shard + c.s_prior_per_shard,
         active_shape=(c.s_active, f"at least {c.batch_offset + c.bs}", c.q_head)
@@ -69,6 +71,7 @@ def hbm_facts(call: SimpleNamespace) -> dict[str, Any]:
     return dict(
         ids_shape=(1, call.bs * call.s_active),
         ids_given=_given(call.pos_ids_hbm, call.start_pos_hbm),
+        fraction=fraction(call.pos_ids_hbm, call.start_pos_hbm),
         active_shape=(call.s_active, call.bs, call.q_head, call.s_active),
         step=PARTITIONS * (cores if call.block_len else 1),
     )
@@ -307,3 +310,28 @@ _row(
     lambda c: not _shaped(c.active_mask, c.active_shape),
     example=_hbm(active_mask=np.ones((2, 1, 3, 2), np.int32)),
 )
+for _functions, _call, _suffix in ((_TILE, _tile, ""), (_HBM, _hbm, "_hbm")):
+    _names = f"pos_ids{_suffix}", f"start_pos{_suffix}"
+    _row(
+        _functions,
+        "stale_slots",
+        f"stale_slots_visible needs {_names[1]}: without it no stale slot is ever seen",
+        lambda c, start=_names[1]: c.stale_slots_visible and getattr(c, start) is None,
+        example=_call(stale_slots_visible=True),
+        stage=0,
+    )
+    _row(
+        _functions,
+        "whole_positions",
+        f"{_names[0]} and {_names[1]} must be whole numbers, got {{fraction}}",
+        lambda c: c.fraction is not None,
+        example=_call(**{_names[0]: np.full((1, 4), 0.5)}),
+    )
+    _row(
+        _functions,
+        "active_dtype",
+        "active_mask must be boolean or integer, nonzero = attend, got "
+        "{active_mask.dtype}: an additive mask would be read upside down",
+        lambda c: not is_mask(c.active_mask),
+        example=_call(active_mask=np.zeros((2, 2, 3, 2), np.float32)),
+    )
