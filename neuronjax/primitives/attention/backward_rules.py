@@ -1,5 +1,6 @@
 """The rules of the attention backward."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +23,17 @@ NO_DROPOUT = (
 )
 _FLOATS = ("q", "out", "d_out", "neg_max", "recip", "sink", "bias")
 _OPERANDS = ("sinks_ref", "bound_min", "bound_max", "bias_ref")
+_NEEDED = ("q_ref", "k_ref", "v_ref", "o_ref", "dy_ref", "lse_ref")
 _ARRAYS = ("q_ref", "k_ref", "v_ref", "o_ref", "dy_ref")
+
+
+def _odd_kind(call: SimpleNamespace) -> str:
+    """The first operand of the wrong kind of dtype, described."""
+    for name in _FLOATS:
+        x = getattr(call, name)
+        if not is_wide_float(x):
+            return f"{name} must be floating, got {x.dtype}"
+    return "" if is_mask(call.mask) else f"mask must not be, got {call.mask.dtype}"
 
 
 def _arguments(**changes: Any):
@@ -138,7 +149,7 @@ add(
         "attention_bwd.floats",
         BWD,
         "{function}: sinks_ref and bias_ref must have floating dtypes, and lse_ref "
-        "float32 (float64 beside float64), got lse_ref {lse_ref.dtype}",
+        "float32 (float64 beside float64), got lse_ref of {lse_ref.dtype}",
         lambda c: (
             not (is_wide_float(c.sinks_ref) and is_wide_float(c.bias_ref))
             or c.lse_ref.dtype not in (jnp.float32, jnp.float64)
@@ -174,9 +185,11 @@ add(
         "attention_bwd.arrays",
         BWD,
         "{function}: {not_array}",
-        lambda c: vars(c).setdefault("not_array", not_array(c, _OPERANDS)),
+        lambda c: vars(c).setdefault(
+            "not_array", not_array(c, _NEEDED, True) or not_array(c, _OPERANDS)
+        ),
         example=_arguments(sinks_ref=[0.0]),
-        stage=0,
+        stage=-1,
     ),
     Contract(
         "attention_bwd.bounds",
@@ -308,13 +321,23 @@ add(
         "backwards_attention.dtypes",
         KERNEL,
         "{function}: q, k and v must have one floating dtype, got {q.dtype}, {k.dtype} "
-        "and {v.dtype}; the other operands floating ones too, but mask not",
+        "and {v.dtype}; {odd_kind}",
         lambda c: (
-            {c.k.dtype, c.v.dtype} != {c.q.dtype}
-            or not all(is_wide_float(getattr(c, name)) for name in _FLOATS)
-            or not is_mask(c.mask)
+            vars(c).setdefault("odd_kind", _odd_kind(c))
+            or {c.k.dtype, c.v.dtype} != {c.q.dtype}
         ),
         example=_kernel(mask=(1, 1, 5)),
+        stage=0,
+    ),
+    Contract(
+        "backwards_attention.statistics",
+        KERNEL,
+        "{function}: neg_max and recip must be float32 (float64 beside float64), got "
+        "{neg_max.dtype} and {recip.dtype}",
+        lambda c: any(
+            x.dtype not in (jnp.float32, jnp.float64) for x in (c.neg_max, c.recip)
+        ),
+        example=_kernel(neg_max=np.zeros((4, 3, 1), jnp.bfloat16)),
         stage=0,
     ),
     Contract(

@@ -8,11 +8,15 @@ import numpy as np
 from jax.core import Tracer
 
 
-def not_array(call: SimpleNamespace, names: tuple[str, ...]) -> str:
-    """The first of these arguments that is neither an array nor None, described."""
+def not_array(
+    call: SimpleNamespace, names: tuple[str, ...], needed: bool = False
+) -> str:
+    """The first of these arguments that is no array, described; None may be absent."""
     for name in names:
         x = getattr(call, name)
-        if x is not None and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        if x is None and not needed:
+            continue
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             return f"{name} must be an array, got {type(x).__name__}"
     return ""
 

@@ -95,7 +95,7 @@ _cte(
     "{not_array}",
     lambda c: vars(c).setdefault("not_array", not_array(c, _ARRAYS)),
     example=arguments(sink=[0.0] * 4),
-    stage=0,
+    stage=-1,
 )
 _cte(
     "settings",

@@ -97,6 +97,13 @@ add(
     ),
 )
 row(
+    "operands",
+    "{not_operand}",
+    lambda c: vars(c).setdefault("not_operand", not_array(c, ("q", "k", "v"), True)),
+    example=arguments(q=None),
+    stage=-1,
+)
+row(
     "rank",
     "q, k and v must have 3 axes, heads first, got {q.shape}, {k.shape} and {v.shape}",
     lambda c: {len(x.shape) for x in (c.q, c.k, c.v)} != {3},
@@ -235,7 +242,7 @@ row(
     lambda c: vars(c).setdefault("not_array", not_array(c, _ARRAYS)),
     (KERNEL,),
     example=arguments(sink=[0.0] * 4),
-    stage=0,
+    stage=-1,
 )
 row(
     "foreign_operand",
@@ -276,7 +283,8 @@ row(
 )
 row(
     "batch",
-    "heads of q must be q_head * batch_size = {q_head} * {batch_size}, got {heads}",
+    "heads of q must be q_head times batch_size, got {heads} with {q_head} and "
+    "{batch_size}",
     lambda c: _heads_misfit(c.heads, c.q_head, c.batch_size),
     (KERNEL,),
     example=arguments(q_head=3, batch_size=2),

@@ -105,9 +105,11 @@ _row(
 _row(
     "arrays",
     "{not_array}",
-    lambda c: vars(c).setdefault("not_array", not_array(c, _OPERANDS)),
+    lambda c: vars(c).setdefault(
+        "not_array", not_array(c, _ARRAYS, True) or not_array(c, _OPERANDS)
+    ),
     example=_arguments(prior_used_len=3),
-    stage=0,
+    stage=-1,
 )
 _row(
     "tiles",
