@@ -4,6 +4,9 @@ from neuronjax.sharding.attention import sharded_attention as sharded_attention
 from neuronjax.sharding.attention_block_tkg import (
     sharded_attention_block_tkg as sharded_attention_block_tkg,
 )
+from neuronjax.sharding.attention_decode import (
+    sharded_attention_tkg as sharded_attention_tkg,
+)
 from neuronjax.sharding.context_parallel import (
     context_parallel_attention as context_parallel_attention,
 )
