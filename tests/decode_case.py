@@ -1,5 +1,6 @@
 """Decode attention from its equations, one query at a time, in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -96,3 +97,41 @@ def _run(arrays, seen, sink, d_out):
             dv[b, n, at] += p[j] * dy
         d_sink[h, 0] -= np.exp(extra - top) / total * mean
     return out, [*grads, d_sink]
+
+
+def plain(q, k_new, v_new, k_old, v_old, sink=None, *, seen):
+    """The output in the operands' dtype throughout, every key and score there."""
+    if seen.ndim == 3:
+        seen = seen[:, None]
+    pairs = (k_old, k_new), (v_old, v_new)
+    group = q.shape[1] // k_new.shape[1]
+    k, v = (jnp.repeat(jnp.concatenate(pair, 2), group, 1) for pair in pairs)
+    z = jnp.einsum("bhtd,bhsd->bhts", q, k)
+    z = jnp.where(seen, z, jnp.asarray(-1e9, z.dtype))
+    if sink is not None:
+        column = jnp.broadcast_to(sink[None, :, :, None], (*z.shape[:3], 1))
+        z = jnp.concatenate([z, column], -1)
+    p = jnp.where(seen, jax.nn.softmax(z, -1)[..., : k.shape[2]], 0)
+    return jnp.einsum("bhts,bhsd->bhdt", p, v)
+
+
+def require_as_good_as_plain(run, arrays, seen, sink=None):
+    """Values and gradients in a narrow dtype: errors at most twice the plain ones."""
+    live = arrays if sink is None else [*arrays, sink]
+
+    def results(function):
+        out, pull = jax.vjp(function, *live)
+        wave = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return out, *pull(wave.astype(out.dtype))
+
+    def simple(*live):
+        return plain(*live, seen=jnp.asarray(seen))
+
+    got, other = (jax.jit(results, static_argnums=0)(f) for f in (run, simple))
+    wave = np.cos(np.arange(got[0].size, dtype=np.float32)).reshape(got[0].shape)
+    wave = np.asarray(jnp.asarray(wave).astype(got[0].dtype), np.float64)
+    exact = attend(arrays, seen, sink), *gradients(arrays, seen, sink, wave)
+    for i, (x, y) in enumerate(zip(got, other, strict=True)):
+        assert x.dtype == y.dtype == arrays[0].dtype
+        errors = [np.abs(np.asarray(a, np.float64) - exact[i]).max() for a in (x, y)]
+        assert errors[0] <= 2 * errors[1], (i, errors)

@@ -147,7 +147,8 @@ def gen_mask_tkg_hbm(
         start_pos_hbm: `[1, B*s]`: the first slot that each query sees.
         block_len: slots of a cache block; 0 for a flat cache.
         active_mask: boolean or integer `[s, B, Hq, s]` as (key, sequence, head,
-            query), nonzero = attend: what the last `s_active` slots are; without it they are like the others.
+            query), nonzero = attend: what the last `s_active` slots are; without it
+            they are like the others.
         lnc: cores of a logical core, 1 or 2; two may cut blocks into smaller pieces.
         enable_fa_s_prior_tiling: whether the chip walks the slots in tiles of 8192.
         stale_slots_visible: see `AttnTKGConfig`.
