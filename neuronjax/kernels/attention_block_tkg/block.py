@@ -55,13 +55,13 @@ def attention_block_fwd(
     statistics = (*rstd, *_by_norm(q_stats, k_stats))
     k, v = (ranks.own_batch(t, c) for t in (k, v))
     k, v = cache.kept(k, o.k_scale, o, c), cache.kept(v, o.v_scale, o, c)
-    stored = cache.stored_fwd(k, v, o, c)
     if c.skip_attention:
         x_out = projected(q.astype(o.x.dtype).mT, o, c)
-        return (x_out, *stored, *statistics)
+        return (x_out, *cache.stored_fwd(k, v, o, c), *statistics)
     q = (q * _softmax_scale(o, c, q)).astype(o.x.dtype)
     held = attention_decode_fwd(*_attended(q, k, v, o, c), **_decode(o, c, static))
     x_out = projected(ranks.own_heads(held[0], c), o, c)
+    stored = cache.stored_fwd(k, v, cache.after(held[0], o), c)
     return (x_out, *stored, *statistics, *held)
 
 

@@ -54,6 +54,19 @@ def stored_fwd(k: Array, v: Array, o: Operands, c: Any) -> tuple[Array, Array]:
     return k[:, 0].transpose(2, 0, 1).astype(dtype), v.astype(dtype)
 
 
+def after(attention: Array, o: Operands) -> Operands:
+    """The operands, their position known only when `attention` is, and the same.
+
+    The caches are read before they are written. XLA does not see that order, and copies
+    them, unless the write depends on what was read: no number is below -inf.
+    """
+    if o.position is None:
+        return o
+    never = (attention < -jnp.inf).any((1, 2, 3))[:, None]
+    position = jnp.where(never, jnp.zeros_like(o.position), o.position)
+    return o._replace(position=position)
+
+
 def stored_bwd(
     d_stored: tuple[Array | None, Array | None], o: Operands, c: Any
 ) -> tuple[list[Array | None], list[Array | None]]:
