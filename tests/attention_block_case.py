@@ -134,19 +134,19 @@ def call(arrays, options):
 
 def reference(arrays, options):
     """`(X_out, K_out, V_out)` in float64."""
-    a = {k: _wide(x) for k, x in arrays.items()}
+    a = {k: wide(x) for k, x in arrays.items()}
     x = a["X"]
     batch, seq, hidden = x.shape
     width = a["V_cache"].shape[-1]
     rows = x
     if options.get("rmsnorm_X_enabled"):
         count = options.get("X_hidden_dim_actual") or hidden
-        rows = _norm(x, a.get("rmsnorm_X_gamma"), options.get("rmsnorm_X_eps"), count)
-    y = _product(rows, a, arrays, options, "qkv", width)
+        rows = norm(x, a.get("rmsnorm_X_gamma"), options.get("rmsnorm_X_eps"), count)
+    y = product(rows, a, arrays, options, "qkv", width)
     heads = y.reshape(batch, seq, -1, width)
     q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
-    q, k = (_head(t, a, options, kind) for t, kind in ((q, "Q"), (k, "K")))
-    k, v = _kept(k, a.get("k_scale"), options), _kept(v, a.get("v_scale"), options)
+    q, k = (head(t, a, options, kind) for t, kind in ((q, "Q"), (k, "K")))
+    k, v = kept(k, a.get("k_scale"), options), kept(v, a.get("v_scale"), options)
     if options.get("skip_attention"):
         out = q.transpose(0, 2, 3, 1)
     else:
@@ -162,13 +162,13 @@ def reference(arrays, options):
     return x_out, *caches
 
 
-def _wide(x):
+def wide(x):
     x = np.asarray(x)
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         return x.astype(np.float64) if x.dtype.kind in "fV" else x
 
 
-def _norm(t, gain, eps, count=None):
+def norm(t, gain, eps, count=None):
     mean = (t**2).sum(-1, keepdims=True) / (count or t.shape[-1])
     t = t / np.sqrt(mean + (1e-6 if eps is None else eps))
     return t if gain is None else t * gain[0]
@@ -178,7 +178,7 @@ def _fp8(x):
     return np.clip(x, -240, 240).astype(E4M3).astype(np.float64)
 
 
-def _product(rows, a, arrays, options, side, width):
+def product(rows, a, arrays, options, side, width):
     """Rows times the weight, dequantized, plus the bias."""
     kind, w = options.get(f"quantization_type_{side}", "NONE"), a[f"W_{side}"]
     scale = a.get(f"weight_dequant_scale_{side}")
@@ -198,11 +198,11 @@ def _product(rows, a, arrays, options, side, width):
     return y if bias is None else y + bias[0]
 
 
-def _head(t, a, options, kind):
+def head(t, a, options, kind):
     """Norm, rotation, norm of `[B, S, heads, D]`."""
     if options.get("rmsnorm_QK_pre_rope_enabled"):
         gain = a.get(f"rmsnorm_QK_pre_rope_W_{kind}")
-        t = _norm(t, gain, options.get("rmsnorm_QK_pre_rope_eps"))
+        t = norm(t, gain, options.get("rmsnorm_QK_pre_rope_eps"))
     if "cos" in a and "sin" in a:
         turned, half = t.copy(), t.shape[-1] // 2
         for i in range(half):
@@ -215,18 +215,18 @@ def _head(t, a, options, kind):
         t = turned
     if options.get("rmsnorm_QK_post_rope_enabled"):
         gain = a.get(f"rmsnorm_QK_post_rope_W_{kind}")
-        t = _norm(t, gain, options.get("rmsnorm_QK_post_rope_eps"))
+        t = norm(t, gain, options.get("rmsnorm_QK_post_rope_eps"))
     return t
 
 
-def _kept(t, scale, options):
+def kept(t, scale, options):
     if scale is None:
         return t
     t = np.clip(t * scale[0, 0], -240, 240)
     return _fp8(t) if options.get("round_activations", True) else t
 
 
-def _slots(cache, b, a, options, key):
+def slots(cache, b, a, options, key):
     """The slots `[S_ctx, D]` of a sequence, the new tokens not yet among them."""
     if "active_blocks_table" in a:
         return np.concatenate([cache[i] for i in a["active_blocks_table"][b]])
@@ -241,8 +241,8 @@ def _attention(q, k, v, a, options):
     scale = float(a["softmax_scale"]) if "softmax_scale" in a else scale
     out = np.zeros((batch, heads, width, seq))
     for b, h, t in np.ndindex(batch, heads, seq):
-        keys = _slots(a["K_cache"], b, a, options, True)[:visible].copy()
-        values = _slots(a["V_cache"], b, a, options, False)[:visible].copy()
+        keys = slots(a["K_cache"], b, a, options, True)[:visible].copy()
+        values = slots(a["V_cache"], b, a, options, False)[:visible].copy()
         keys[visible - seq :], values[visible - seq :] = k[b, :, 0], v[b, :, 0]
         seen = a["attention_mask"][:, b, h, t] != 0
         z = keys[seen] @ (scale * q[b, t, h])
@@ -259,7 +259,7 @@ def _projected(heads, a, arrays, options):
         first = heads.transpose(2, 0, 1, 3).reshape(width, -1)
         return first if options.get("out_in_sb") else heads
     rows = heads.transpose(0, 3, 1, 2).reshape(batch * seq, count * width)
-    out = _product(rows, a, arrays, options, "out", width)
+    out = product(rows, a, arrays, options, "out", width)
     if not options.get("transposed_out"):
         return out
     cores = options.get("lnc") or (2 if out.shape[1] % 256 == 0 else 1)

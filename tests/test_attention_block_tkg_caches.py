@@ -13,8 +13,8 @@ from tests.attention_block_case import (
     reference,
     sizes,
 )
+from tests.attention_block_loss import loss, split
 from tests.macro_case import error
-from tests.test_attention_block_tkg_gradients import loss, split
 
 
 def run(arrays, options):
@@ -227,6 +227,30 @@ def test_donated_caches_are_updated_in_place(name, dtype):
     assert all(x.is_deleted() for x in caches.values())
     for a, b in zip(got, wanted[1:], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dtype"),
+    [
+        (False, "float32"),
+        (False, "bfloat16"),
+        (False, "float8_e4m3"),
+        (True, "float32"),
+    ],
+)
+def test_a_step_copies_no_donated_cache(blocks, dtype):
+    """Its temporary memory is less than either of the caches."""
+    n = sizes(seq=1, width=16, slots=8192, visible=32)
+    n = n | dict(slots=512, block=16) if blocks else n
+    arrays = operands(n, {})
+    caches = {k: arrays.pop(k).astype(dtype) for k in ("K_cache", "V_cache")}
+    if dtype == "float8_e4m3":
+        arrays |= dict.fromkeys(("k_scale", "v_scale"), jnp.ones((1, 1)))
+    step = jax.jit(lambda c, a: call(a | c, {}), donate_argnums=0)
+    memory = step.lower(caches, arrays).compile().memory_analysis()
+    size = sum(x.nbytes for x in caches.values())
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 3
 
 
 def test_blocks_that_no_table_lists_and_entries_that_are_none():

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import neuronjax
 from neuronjax.sharding import sharded_attention_block_tkg
 from tests.attention_block_case import call, operands, sizes
+from tests.attention_block_loss import split, weighed
 from tests.macro_case import error
-from tests.test_attention_block_tkg_gradients import split, weighed
 
 OPTIONS = dict(rmsnorm_X_enabled=True, rmsnorm_QK_pre_rope_enabled=True)
 CACHED = ("K_cache", "V_cache", "kv_cache_update_idx", "active_blocks_table")
@@ -58,7 +58,7 @@ def placed(mesh, arrays):
 
 
 def collectives(fun, *args):
-    text = jax.jit(fun).lower(*args).compile().as_text()
+    text = str(jax.jit(fun).lower(*args).compile().as_text())
     kinds = "collective-permute all-gather all-reduce all-to-all reduce-scatter"
     found = {k: len(re.findall(rf" {k}(?:-start)?\(", text)) for k in kinds.split()}
     return {k: count for k, count in found.items() if count}

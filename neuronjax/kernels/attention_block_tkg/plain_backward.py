@@ -1,5 +1,8 @@
 """The backward of the decode block from its plain form, on the stored statistics.
 
+This is the twin that `neuronjax.plain()` runs, not a leaf: it pulls back the plain form
+of each stage, and shares its straight-through roundings and clips.
+
 With the statistics held as inputs of their own, the plain form of the heads is pulled
 back once for each norm and once more: a pass settles the cotangents of the statistics
 of one more norm, which then join those of what it was given:
