@@ -52,7 +52,8 @@ def gen_mask_tkg(
     the length of the pieces into which the chip cuts its blocks.
 
     Args:
-        pos_ids: whole numbers `[128, B*s]`, or `[1, B*s]` where all partitions hold the same.
+        pos_ids: whole numbers `[128, B*s]`, or `[1, B*s]` where all partitions hold the
+            same.
         mask_out: an array or `jax.ShapeDtypeStruct` `[128, n, B, Hq, s]`: its shape
             says how many tiles there are, its dtype that of the result. Its values are
             not read.
