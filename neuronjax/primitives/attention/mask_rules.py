@@ -9,6 +9,7 @@ import numpy as np
 from neuronjax.kernels.attention.decode_masks import PARTITIONS, slot_cores
 from neuronjax.primitives.attention.decode_facts import fraction, is_mask
 from neuronjax.primitives.contracts import Contract, add
+from neuronjax.primitives.known import known
 from neuronjax.primitives.options import member, members
 
 
@@ -83,6 +84,12 @@ def _given(*ids: Any) -> str:
 
 def _shaped(ids: Any, *shapes: tuple[int, ...]) -> bool:
     return ids is None or tuple(ids.shape) in shapes
+
+
+def _is_additive(mask: Any) -> bool:
+    """Whether a floating mask whose values are known holds others than 0 and 1."""
+    held = None if is_mask(mask) else known(mask)
+    return held is not None and bool(((held != 0) & (held != 1)).any())
 
 
 def _order(shape=(256, 1, 2, 1), order="BLOCK", **changes: Any):
@@ -329,9 +336,9 @@ for _functions, _call, _suffix in ((_TILE, _tile, ""), (_HBM, _hbm, "_hbm")):
     )
     _row(
         _functions,
-        "active_dtype",
-        "active_mask must be boolean or integer, nonzero = attend, got "
-        "{active_mask.dtype}: an additive mask would be read upside down",
-        lambda c: not is_mask(c.active_mask),
-        example=_call(active_mask=np.zeros((2, 2, 3, 2), np.float32)),
+        "active_values",
+        "a floating active_mask must hold 0 and 1 alone, nonzero = attend: an additive "
+        "mask would be read upside down",
+        lambda c: _is_additive(c.active_mask),
+        example=_call(active_mask=np.full((2, 2, 3, 2), -1e9, np.float32)),
     )

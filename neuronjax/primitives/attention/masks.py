@@ -67,8 +67,8 @@ def gen_mask_tkg(
         s_prior_offset: where in the shard the tile begins.
         block_len: the block order, with this length of a piece; 0 for flat caches.
         strided_mm1: the order of a flat cache. `False` for a block cache.
-        active_mask: boolean or integer `[s, B_full, Hq, s]` as (key, sequence, head,
-            query), nonzero = attend; without it those slots are like the others.
+        active_mask: `[s, B_full, Hq, s]` as (key, sequence, head, query), nonzero =
+            attend, of floats 0 and 1; without it those slots are like the others.
         is_batch_sharded: two cores share the sequences: core `shard_id` takes its half
             of `active_mask`.
         batch_offset: the first sequence, within that half.
@@ -147,9 +147,9 @@ def gen_mask_tkg_hbm(
         s_prior: slots, a multiple of 128.
         start_pos_hbm: `[1, B*s]`: the first slot that each query sees.
         block_len: slots of a cache block; 0 for a flat cache.
-        active_mask: boolean or integer `[s, B, Hq, s]` as (key, sequence, head,
-            query), nonzero = attend: what the last `s_active` slots are; without it
-            they are like the others.
+        active_mask: `[s, B, Hq, s]` as (key, sequence, head, query), nonzero = attend,
+            of floats 0 and 1: what the last `s_active` slots are; without it they are
+            like the others.
         lnc: cores of a logical core, 1 or 2; two may cut blocks into smaller pieces.
         enable_fa_s_prior_tiling: whether the chip walks the slots in tiles of 8192.
         stale_slots_visible: see `AttnTKGConfig`.
