@@ -265,3 +265,13 @@ def test_blocks_that_no_table_lists_and_entries_that_are_none():
     mask[:4] = 0
     hidden = dict(arrays, attention_mask=jnp.asarray(mask))
     assert error(got, reference(hidden, options)[0]) <= 5e-6
+
+
+def test_columns_beyond_the_hidden_ones_enter_every_sum():
+    """They hold zeros by contract: what is not finite there is not hidden."""
+    arrays, options = combination("hidden_actual")
+    bad = dict(arrays, X=arrays["X"].at[0, 0, -1].set(jnp.nan))
+    got, wanted = run(bad, options)[0], run(arrays, options)[0]
+    seq = arrays["X"].shape[1]
+    assert np.isnan(got[0]).all()
+    np.testing.assert_array_equal(got[seq:], wanted[seq:])

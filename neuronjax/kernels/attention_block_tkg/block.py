@@ -32,7 +32,6 @@ from neuronjax.kernels.attention_block_tkg.projection import (
     projected_bwd,
 )
 from neuronjax.kernels.dtypes import is_differentiable
-from neuronjax.kernels.shard_common import uniform
 
 
 def attention_block_fwd(
@@ -175,7 +174,7 @@ def _attention_bwd(q, k, v, o, outs, cotangents, c, static) -> dict[str, Any]:
             found[key] = _sum(found.get(key), grads[key])
         grads |= found
     for key, t, dt in zip("kv", (keys, values), new, strict=True):
-        dt = uniform(jnp.zeros_like(t), t)[0] if dt is None else dt
+        dt = ranks.zeros_like(t) if dt is None else dt
         dt = cache.kept_bwd(dt.astype(t.dtype), t, getattr(o, f"{key}_scale"))
         grads[key] = ranks.own_batch_bwd(dt, c)
     return _with_cache_zeros(grads, o)
@@ -223,7 +222,7 @@ def _heads_bwd(head, d_heads, o, cotangents, c):
 
 def _or_zeros(cotangents, outs, key):
     found = cotangents[key]
-    return uniform(jnp.zeros_like(outs[key]), outs[key])[0] if found is None else found
+    return ranks.zeros_like(outs[key]) if found is None else found
 
 
 def _sum(a, b):
@@ -238,5 +237,5 @@ def _with_cache_zeros(grads, o):
     for key in ("k_cache", "v_cache"):
         whole = getattr(o, key)
         if grads[key] is None and is_differentiable(whole.dtype):
-            grads[key] = uniform(jnp.zeros_like(whole), whole)[0]
+            grads[key] = ranks.zeros_like(whole)
     return grads

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from neuronjax.kernels.attention_block_tkg import ranks
 from neuronjax.kernels.attention_block_tkg.operands import Operands
 from neuronjax.kernels.indices import bounded
 from neuronjax.kernels.kv_cache import write_blocks, write_slots
@@ -21,7 +22,6 @@ from neuronjax.kernels.quantization.straight_through import (
     static_codes,
     static_codes_bwd,
 )
-from neuronjax.kernels.shard_common import uniform
 
 
 def kept(t: Array, scale: Array | None, o: Operands, c: Any) -> Array:
@@ -128,7 +128,7 @@ def _read(cotangent, cache, o, axis):
     else:
         start = _starts(o.position, count, whole.shape[axis])
         new = jax.vmap(lambda row, at: _held(row, at, count, axis - 1))(whole, start)
-        (zeros,) = uniform(jnp.zeros_like(new), new)[:1]
+        zeros = ranks.zeros_like(new)
         held = write_slots(whole, zeros, start, axis=axis)
         new = new if axis == 1 else new.mT
     return new[:, None], held.reshape(cache.shape)
@@ -184,5 +184,5 @@ def _read_blocks(cotangent, position, count):
     flat = _one_block(cotangent)[0]
     places = _places(position, count, flat.shape[0])
     new = flat.at[places].get(mode="fill", fill_value=0)
-    (zeros,) = uniform(jnp.zeros_like(new), new)[:1]
+    zeros = ranks.zeros_like(new)
     return new, _write_places(cotangent, zeros, places)

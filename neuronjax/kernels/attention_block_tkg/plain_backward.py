@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from neuronjax.kernels.attention.decode_plain import attention_decode_bwd_plain
+from neuronjax.kernels.attention_block_tkg import ranks
 from neuronjax.kernels.attention_block_tkg.operands import Operands, output_names
 from neuronjax.kernels.attention_block_tkg.plain import (
     attended,
@@ -30,7 +30,6 @@ from neuronjax.kernels.attention_block_tkg.plain import (
     stored_plain,
 )
 from neuronjax.kernels.dtypes import is_differentiable
-from neuronjax.kernels.shard_common import uniform
 
 # The operands of the heads, and the order in which the norms are settled.
 _HEADS = (
@@ -51,7 +50,7 @@ def attention_block_bwd_plain(
     o, rest, names = Operands(*args[:count]), args[count:], output_names(**config)
     outs: dict[str, Any] = dict(zip(names, rest[: len(names)], strict=True))
     pulled = {
-        key: uniform(jnp.zeros_like(outs[key]), outs[key])[0] if ct is None else ct
+        key: ranks.zeros_like(outs[key]) if ct is None else ct
         for key, ct in zip(names, rest[len(names) :], strict=True)
     }
     heads, pull = jax.vjp(*_of_statistics(o, c, outs))
@@ -80,7 +79,7 @@ def _of_statistics(o, c, outs):
 
 def _through_norms(inputs, d_heads, pull, outs, pulled, c):
     """The cotangents of the operands of the heads."""
-    d_inputs = jax.tree.map(lambda t: uniform(jnp.zeros_like(t), t)[0], inputs)
+    d_inputs = jax.tree.map(lambda t: ranks.zeros_like(t), inputs)
     for keys in ([key for key in keys if key in inputs] for keys in _SETTLED):
         d_stored = pull(dict(d_heads, inputs=d_inputs))[1] if keys else {}
         for key in keys:

@@ -33,7 +33,7 @@ def all_heads(q: jax.Array, c: Any) -> jax.Array:
     """`[batch, heads, ...]` to `[batch/ranks, ranks*heads, ...]`."""
     if c.kvdp == 1:
         return q
-    return _own(lax.all_gather(q, c.axis, axis=1, tiled=True), 0, c)
+    return _exchanged(q, 1, 0, c)
 
 
 def all_heads_bwd(dq: jax.Array, c: Any) -> jax.Array:
@@ -47,7 +47,7 @@ def own_heads(attention: jax.Array, c: Any) -> jax.Array:
     """`[batch/ranks, ranks*heads, ...]` to `[batch, heads, ...]`."""
     if c.kvdp == 1:
         return attention
-    return _own(lax.all_gather(attention, c.axis, axis=0, tiled=True), 1, c)
+    return _exchanged(attention, 0, 1, c)
 
 
 def own_heads_bwd(d_attention: jax.Array, c: Any) -> jax.Array:
@@ -69,6 +69,16 @@ def all_sinks_bwd(d_sink: jax.Array, num_heads: int, own: int, c: Any) -> jax.Ar
     if c.kvdp == 1 or own != num_heads:
         return d_sink
     return lax.psum_scatter(d_sink, c.axis, scatter_dimension=0, tiled=True)
+
+
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Zeros that vary over the mesh as `x` does."""
+    return uniform(jnp.zeros_like(x), x)[0]
+
+
+def _exchanged(x, gathered, kept, c):
+    """All ranks' parts of one axis, of another this rank's part."""
+    return _own(lax.all_gather(x, c.axis, axis=gathered, tiled=True), kept, c)
 
 
 def _own(x, axis, c):

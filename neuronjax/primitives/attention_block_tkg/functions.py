@@ -90,7 +90,8 @@ def attention_block_tkg(
 
     Args:
         X: `[B, S, H]`, any floating dtype of at least 16 bits.
-        X_hidden_dim_actual: columns that count in the norm's mean; the rest hold zeros.
+        X_hidden_dim_actual: columns that count in the norm's mean; the rest hold zeros:
+            they enter all sums like any column, so what is not finite there spreads.
         rmsnorm_X_enabled: RMSNorm of `X` over `H`.
         rmsnorm_X_eps: added to the mean square. `None` is 1e-6 here and in both norms
             below, as in the vendor's reference (its kernel takes 1e-3 for `X`).
