@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from neuronjax.primitives.attention_block_tkg import attention_block_tkg
+from neuronjax.primitives.contracts import can
 from neuronjax.primitives.options import QuantizationType, member
 from neuronjax.sharding.mesh import require_axes
 
+_NAME = "sharded_attention_block_tkg"
 # Operands of which each rank holds the rows, or along another axis, of its sequences.
 _BY_SEQUENCE = {
     "K_cache": P("ranks"),
@@ -76,7 +78,7 @@ def sharded_attention_block_tkg(
         >>> X_out.shape
         (1, 1, 1, 2, 1)
     """
-    require_axes("sharded_attention_block_tkg", mesh, ranks=ranks)
+    require_axes(_NAME, mesh, ranks=ranks)
     count = mesh.shape[ranks]
     _require_divisible(X, count, arguments)
     arrays = {
@@ -85,6 +87,7 @@ def sharded_attention_block_tkg(
         if hasattr(x, "shape") or isinstance(x, tuple)
     }
     options = {key: x for key, x in arguments.items() if key not in arrays}
+    _require_call(X, arrays, options)
     parts, whole = _divided(arrays, options)
 
     def local(X, parts, whole):
@@ -106,16 +109,30 @@ def sharded_attention_block_tkg(
     )
 
 
+def _require_call(X: Any, arrays: dict[str, Any], options: dict[str, Any]) -> None:
+    """Refuses what one device would, where values are known yet."""
+    given = {
+        key: jax.eval_shape(lambda *x: jnp.concatenate(x, 1), *x)
+        if isinstance(x, tuple)
+        else x
+        for key, x in arrays.items()
+    }
+    report = can("attention_block_tkg", X, **given, **options)
+    if not report:
+        lines = [v.message for v in report.violations if v.tag == "math"]
+        raise ValueError("\n".join(lines).replace("attention_block_tkg", _NAME))
+
+
 def _require_divisible(X: Any, count: int, arguments: dict[str, Any]) -> None:
     """Refuses heads or sequences that the ranks cannot share evenly."""
     for name in ("W_qkv", "V_cache"):
         if arguments.get(name) is None:
-            raise ValueError(f"sharded_attention_block_tkg: {name} must be given")
+            raise ValueError(f"{_NAME}: {name} must be given")
     heads = _query_columns(arguments["W_qkv"], arguments) // _head_dim(arguments)
     if heads < 1 or heads % count or X.shape[0] % count:
         raise ValueError(
-            "sharded_attention_block_tkg: heads of W_qkv and sequences of X must be "
-            f"multiples of the {count} ranks, got {heads} and {X.shape[0]}"
+            f"{_NAME}: heads of W_qkv and sequences of X must be multiples of the "
+            f"{count} ranks, got {heads} and {X.shape[0]}"
         )
 
 

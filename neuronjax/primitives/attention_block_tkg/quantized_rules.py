@@ -1,5 +1,7 @@
 """The rules of quantized decode block calls: kinds, scales, fp8 caches."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +15,20 @@ from neuronjax.primitives.attention_block_tkg.rows import (
     row,
     zeros,
 )
+from neuronjax.primitives.known import known
 from neuronjax.primitives.options import QuantizationType, members
+
+
+def _odd_value(c: SimpleNamespace) -> float | None:
+    """The first known scale that is not the one positive value it should be."""
+    for held in map(known, (c.k_scale, c.v_scale)):
+        if held is None or not held.size:
+            continue
+        wrong = held[~((held > 0) & np.isfinite(held)) | (held != held.ravel()[0])]
+        if wrong.size:
+            return float(wrong[0])
+    return None
+
 
 _DECODE_KINDS = ("NONE", "STATIC", "ROW")
 
@@ -57,6 +72,12 @@ row(
         c.fp8 and not all(repeats(c.shapes[name], 1) for name in ("k_scale", "v_scale"))
     ),
     example=fp8(k_scale=np.ones((4,), np.float32)),
+)
+row(
+    "kv_scale_values",
+    "k_scale and v_scale must hold one positive and finite value each, got {odd_value}",
+    lambda c: c.fp8 and vars(c).setdefault("odd_value", _odd_value(c)) is not None,
+    example=fp8(k_scale=-np.ones((1, 1), np.float32)),
 )
 row(
     "qkv_scales",

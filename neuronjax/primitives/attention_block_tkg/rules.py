@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from neuronjax.primitives.attention.decode_facts import wrong_block
 from neuronjax.primitives.attention_block_tkg.facts import (
     GAINS,
     SCALES,
@@ -190,6 +191,19 @@ row(
     "axis of size 1 aside, got {K_cache.shape}",
     lambda c: c.k_shape != c.k_wanted,
     example=arguments(K_cache_transposed=True),
+)
+row(
+    "table_values",
+    "active_blocks_table must name blocks of the caches, below {V_cache.shape[0]}, or "
+    "-1 for none, got {odd_block}",
+    lambda c: (
+        c.blocked
+        and vars(c).setdefault(
+            "odd_block", wrong_block(c.active_blocks_table, c.V_cache.shape[0])
+        )
+        is not None
+    ),
+    example=blocks(active_blocks_table=np.full((1, 2), 9, np.uint32)),
 )
 row(
     "block_shape",
