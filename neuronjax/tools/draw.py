@@ -73,11 +73,7 @@ def attention_picture(
     words += [f"window {window}"] * bool(window)
     if prior:
         words.append(f"prior {used} of {prior}")
-        options |= dict(
-            k_prior=jnp.zeros((1, 1, prior)),
-            v_prior=values[:, :prior],
-            prior_used_len=jnp.asarray([used], jnp.int32),
-        )
+        options |= _prior(values[:, :prior], used)
     if sink:
         words.append("sink")
         options |= dict(sink=jnp.zeros((1, 1)))
@@ -88,16 +84,30 @@ def attention_picture(
     if cp_degree is not None:
         stride = f"every {cp_degree}th" if strided else f"a {cp_degree}th part"
         words.append(f"{stride}, from {first}")
-        options |= dict(
-            cp_offset=jnp.asarray([[first]], jnp.int32),
-            global_cp_deg=cp_degree,
-            cp_strided_q_slicing=strided,
-        )
+        options |= _part_of_a_sequence(first, cp_degree, strided)
     q, k = jnp.zeros((1, q_len, 1)), jnp.zeros((1, 1, kv_len))
     out: Any = attention_cte(q, k, values[:, prior:], **options)
     parts = [Part("prior", range(prior)), Part("keys", range(kv_len))]
     rows = range(first, first + q_len * step, step)
     return _picture("attention_cte: " + ", ".join(words), out[0], rows, parts, sink)
+
+
+def _prior(values: Any, used: int) -> dict[str, Any]:
+    """The options of a prefix with these values."""
+    return dict(
+        k_prior=jnp.zeros((1, 1, values.shape[1])),
+        v_prior=values,
+        prior_used_len=jnp.asarray([used], jnp.int32),
+    )
+
+
+def _part_of_a_sequence(first: int, degree: int, strided: bool) -> dict[str, Any]:
+    """The options of the queries of one device."""
+    return dict(
+        cp_offset=jnp.asarray([[first]], jnp.int32),
+        global_cp_deg=degree,
+        cp_strided_q_slicing=strided,
+    )
 
 
 def decode_picture(

@@ -85,16 +85,24 @@ def attention_bwd(
     numbers = jnp.arange(rows.blocks, dtype=jnp.int32)
     (totals, d_sink), dq = lax.scan(query_block, (start, d_sink), numbers)
     dq = (unblock(dq, rows.seq) * options.scale).astype(dtype)
-    grads = [dq if tp_q else dq.mT]
-    grads += _key_gradients(segments[-1], totals[-1], options.scale, tp_k)
+    keys = [
+        _key_gradients(segment, total, options.scale, tp_k)
+        for segment, total in zip(segments, totals, strict=True)
+    ]
+    more = _extra_gradients(extras, segments, totals, rows, d_sink)
+    prior = [] if extras.k_prior is None else keys[0]
+    return (dq if tp_q else dq.mT, *keys[-1], *more, *prior)
+
+
+def _extra_gradients(extras: Extras, segments, totals, rows: Rows, d_sink):
+    """Those of the bias and the sink that are there."""
+    grads = []
     if extras.bias is not None:
         grads.append(_bias_gradient(extras.bias, segments, totals, rows))
-    if extras.sink is not None and d_sink is not None:
+    if extras.sink is not None:
         d_sink = lax.collapse(d_sink, 0, 2)[:, None]
         grads.append(d_sink.astype(extras.sink.dtype))
-    if extras.k_prior is not None:
-        grads += _key_gradients(segments[0], totals[0], options.scale, tp_k)
-    return tuple(grads)
+    return grads
 
 
 def _whole_rows(q, d_out, statistics, pulled: tuple, heads, rows: Rows) -> Row:

@@ -85,14 +85,7 @@ def block_gradients(
 
     `dq` and the totals of the keys lack the scale.
     """
-    acc = row.neg_max.dtype
-    # One set for the blocks that every row sees whole, one for the others.
-    factors: dict[bool, Any] = {
-        guarded: tuple(
-            None if x is None else _factor(x, guarded, acc) for x in (row.q, row.d_out)
-        )
-        for guarded in (False, True)
-    }
+    acc, factors = row.neg_max.dtype, _row_factors(row)
 
     def score(segment, j, seen):
         k = _keys(segment.key, segment, j, seen, acc)
@@ -106,9 +99,7 @@ def block_gradients(
         k, z = score(segment, j, seen)
         q, d_out = factors[seen is not None]
         v = _keys(segment.value, segment, j, seen, acc)
-        drop = weights(segment, i, j)
-        drop = None if drop is None else jnp.moveaxis(drop, -1, 1)
-        turned = None if seen is None else jnp.moveaxis(seen, -1, 1)
+        turned, drop = _keys_first(seen), _keys_first(weights(segment, i, j))
         dz, dv = _score_gradient(row, z, d_out, v, turned, drop, shares)
         total = _add_bias(total, dz, segment, i, j)
         dz = dz if z.slope is None else dz * z.slope
@@ -126,6 +117,20 @@ def block_gradients(
     if d_sink is not None and sink is not None:
         d_sink = d_sink + _sink_gradient(row, sink, shares)
     return (grown, d_sink), jnp.moveaxis(dq, 1, -1)
+
+
+def _row_factors(row: Row) -> dict[bool, Any]:
+    """`q` and `d_out`, plain for the blocks that every row sees whole, else guarded."""
+    acc, rows = row.neg_max.dtype, (row.q, row.d_out)
+    return {
+        guarded: tuple(None if x is None else _factor(x, guarded, acc) for x in rows)
+        for guarded in (False, True)
+    }
+
+
+def _keys_first(x: jax.Array | None) -> jax.Array | None:
+    """`[.., .., rows, keys]` as the scores lie here."""
+    return None if x is None else jnp.moveaxis(x, -1, 1)
 
 
 def _factor(x: jax.Array, guarded: bool, acc: jnp.dtype) -> Factor:
@@ -175,8 +180,7 @@ def _shares(segments, i, row: Row, sink, score, static):
 
     def find(segment, j, carry, seen):
         z = lax.stop_gradient(score(segment, j, seen)[1])
-        seen = None if seen is None else jnp.moveaxis(seen, -1, 1)
-        return _fold_ties(z, seen, *carry)
+        return _fold_ties(z, _keys_first(seen), *carry)
 
     for segment in segments:
         visited = functools.partial(find, segment)

@@ -110,15 +110,26 @@ def attention_bwd_plain(
     tied = seen & (z == z.max(-1, keepdims=True))
     ties = jnp.maximum(tied.sum(-1, keepdims=True, dtype=acc), 1)
     dz = dz + jnp.where(tied, (d_recip * recip - d_neg_max) / ties, 0)
+    dv = product(
+        "ngqk,ngqd->nkd",
+        (p[..., : call.z.shape[-1]] * call.drop).astype(dtype),
+        d_out,
+        acc,
+    )
+    return _pulled(call, dz, dv, v.shape[1], extras, options, (tp_q, tp_k))
+
+
+def _pulled(call: _Call, dz, dv, kv_seq: int, extras: Extras, options, layout):
+    """The gradients, from those of the scores, the sink's column last, and `dv`."""
+    (tp_q, tp_k), acc, dtype = layout, dz.dtype, call.q.dtype
     count = call.z.shape[-1]
-    d_sink, dz, p = dz[..., count:], dz[..., :count], p[..., :count] * call.drop
-    dv = product("ngqk,ngqd->nkd", p.astype(dtype), d_out, acc)
+    d_sink, dz = dz[..., count:], dz[..., :count]
     bias = _bias_gradient(dz, extras.bias)
     dz = (dz * call.slope * options.scale).astype(dtype)
     dq = product("ngqk,nkd->ngqd", dz, clean(call.key, acc)[0], acc)
     dk = product("ngqk,ngqd->nkd", dz, clean(call.q, acc)[0], acc)
     dq, dk, dv = (x.astype(dtype) for x in (lax.collapse(dq, 0, 2), dk, dv))
-    prior = count - v.shape[1]
+    prior = count - kv_seq
     keys = [x if tp_k else x.mT for x in (dk[:, :prior], dk[:, prior:])]
     grads = [dq if tp_q else dq.mT, keys[1], dv[:, prior:], *bias]
     if extras.sink is not None:

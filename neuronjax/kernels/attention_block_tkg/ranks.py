@@ -31,30 +31,22 @@ def own_batch_bwd(dx: jax.Array, c: Any) -> jax.Array:
 
 def all_heads(q: jax.Array, c: Any) -> jax.Array:
     """`[batch, heads, ...]` to `[batch/ranks, ranks*heads, ...]`."""
-    if c.kvdp == 1:
-        return q
     return _exchanged(q, 1, 0, c)
 
 
 def all_heads_bwd(dq: jax.Array, c: Any) -> jax.Array:
     """The inverse exchange: every cotangent goes to the rank that owns its head."""
-    if c.kvdp == 1:
-        return dq
-    return lax.all_to_all(dq, c.axis, split_axis=1, concat_axis=0, tiled=True)
+    return _returned(dq, 1, 0, c)
 
 
 def own_heads(attention: jax.Array, c: Any) -> jax.Array:
     """`[batch/ranks, ranks*heads, ...]` to `[batch, heads, ...]`."""
-    if c.kvdp == 1:
-        return attention
     return _exchanged(attention, 0, 1, c)
 
 
 def own_heads_bwd(d_attention: jax.Array, c: Any) -> jax.Array:
     """The inverse exchange: every cotangent goes to the rank that owns its sequence."""
-    if c.kvdp == 1:
-        return d_attention
-    return lax.all_to_all(d_attention, c.axis, split_axis=0, concat_axis=1, tiled=True)
+    return _returned(d_attention, 0, 1, c)
 
 
 def all_sinks(sink: jax.Array | None, num_heads: int, c: Any) -> jax.Array | None:
@@ -78,7 +70,16 @@ def zeros_like(x: jax.Array) -> jax.Array:
 
 def _exchanged(x, gathered, kept, c):
     """All ranks' parts of one axis, of another this rank's part."""
+    if c.kvdp == 1:
+        return x
     return _own(lax.all_gather(x, c.axis, axis=gathered, tiled=True), kept, c)
+
+
+def _returned(dx, gathered, kept, c):
+    """The transpose of `_exchanged`."""
+    if c.kvdp == 1:
+        return dx
+    return lax.all_to_all(dx, c.axis, gathered, kept, tiled=True)
 
 
 def _own(x, axis, c):
