@@ -45,6 +45,57 @@ class QuantizationType(enum.Enum):
     ROW_MX = 5
 
 
+class ExpertAffinityScaleMode(enum.Enum):
+    """Where a token's affinity for an expert is multiplied in."""
+
+    NO_SCALE = 0
+    POST_SCALE = 1
+    PRE_SCALE = 2
+    PRE_SCALE_DELAYED = 3
+
+
+class MoECTEImplementation(enum.Enum):
+    """How the cores share the prefill of a mixture of experts."""
+
+    shard_on_block = 0
+    shard_on_i = 1
+    shard_on_i_hybrid = 2
+    shard_on_i_dropping = 3
+    shard_on_block_mx = 4
+    shard_on_i_mx = 5
+    shard_on_i_mx_hybrid = 6
+
+
+class BlockShardStrategy(enum.Enum):
+    """Which blocks a core takes: half of them in a row, or every other one."""
+
+    HI_LO = 0
+    PING_PONG = 1
+
+
+class ShardOption(enum.Enum):
+    """Which axis the cores split in the backward of a mixture of experts."""
+
+    AUTO = 0
+    SHARD_ON_HIDDEN = 1
+    SHARD_ON_INTERMEDIATE = 2
+    BASELINE_LNC1 = 3
+
+
+class AffinityOption(enum.Enum):
+    """Whether affinities multiply an expert's output or what its down weight meets."""
+
+    AFFINITY_ON_H = 0
+    AFFINITY_ON_I = 1
+
+
+class KernelTypeOption(enum.Enum):
+    """Whether an expert has one block of fixed capacity, or as many as it needs."""
+
+    DROPPING = 0
+    DROPLESS = 1
+
+
 # What the config bag of a macro calls each norm.
 NORM_CONFIG = {
     NormType.NO_NORM: "none",
