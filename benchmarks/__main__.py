@@ -23,6 +23,7 @@ WORKLOADS = (
     "quantized_step",
     "rmsnorm_quant",
     "router",
+    "moe",
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
