@@ -82,11 +82,14 @@ from neuronjax.primitives.rope import rope_hf as rope_hf
 from neuronjax.primitives.router_topk import expert_counts as expert_counts
 from neuronjax.primitives.router_topk import load_balance_loss as load_balance_loss
 from neuronjax.primitives.router_topk import router_topk as router_topk
+from neuronjax.primitives.routing import mask_affinities as mask_affinities
+from neuronjax.primitives.routing import route_to_blocks as route_to_blocks
 from neuronjax.primitives.tile import MemrefTile as MemrefTile
 from neuronjax.primitives.tile import (
     is_all_io_type_memref_tile as is_all_io_type_memref_tile,
 )
 from neuronjax.primitives.top_k import topk as topk
+from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
 from neuronjax.tools.trace import trace as trace
 
 if _TYPE_CHECKING:

@@ -39,6 +39,7 @@ from neuronjax.primitives.rope import rope_kernel as rope_kernel
 from neuronjax.primitives.router_topk.macro import (
     router_topk_kernel as router_topk_kernel,
 )
+from neuronjax.primitives.topk_reduce import top_k_reduce_kernel as top_k_reduce_kernel
 
 
 def __getattr__(attribute: str):

@@ -130,6 +130,7 @@ _SOURCE = [
     Entry("RoPEBwd", "RoPE", "generic"),
     Entry("NeuronReduceMacroBwd", "reduce", "generic"),
     Entry("RouterTopKBwd", "router_topk", "generic"),
+    Entry("TopKReduceBwd", "router_topk", "generic"),
     Entry("CumSumBwd", "cumsum", "generic"),
     Entry("BlockwiseMMBwd", "blockwise_mm", "generic"),
     Entry("Conv1DBwd", "conv", "generic"),
