@@ -1,0 +1,268 @@
+"""The rules that all blockwise expert calls share: one row each."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from neuronjax.kernels.quantization.fp8 import E4M3, E4M3FN
+from neuronjax.primitives.attention.operand_kinds import is_number
+from neuronjax.primitives.blockwise_mm.arguments import arguments, quantized
+from neuronjax.primitives.blockwise_mm.facts import (
+    ALL,
+    ARGUMENTS,
+    BWD,
+    CTE,
+    FORWARD,
+    INTEGERS,
+    KERNEL,
+    LIMITS,
+    is_count,
+    is_mx,
+    operands_of,
+    optional,
+    quantization,
+)
+from neuronjax.primitives.contracts import Contract, add
+from neuronjax.primitives.options import (
+    FLOATS,
+    ActFnType,
+    ExpertAffinityScaleMode,
+    QuantizationType,
+    members,
+)
+from neuronjax.primitives.tile import MemrefTile
+
+# The number of axes of each operand, and of block-scaled ones.
+_AXES = dict(
+    hidden=2,
+    affinity=2,
+    gate_up_w=4,
+    down_w=3,
+    token_id=1,
+    gate_up_b=3,
+    down_b=2,
+    gate_up_scale=3,
+    down_scale=3,
+    conditions=1,
+    gate_up=4,
+    down=3,
+    d_out=2,
+)
+_MX_AXES = dict(gate_up_w=5, down_w=4, gate_up_b=5, gate_up_scale=5, down_scale=4)
+_WEIGHTS = ("gate_up_w", "down_w")
+_SCALES = ("gate_up_scale", "down_scale")
+
+
+def row(rule: str, message: str, violated=None, functions=ALL, **kwargs) -> None:
+    """Enters a row; its stage is the first unless named."""
+    kwargs.setdefault("stage", 1)
+    text = "{function}: " + message
+    add(Contract(f"moe.{rule}", functions, text, violated, **kwargs))
+
+
+def told(name: str, find):
+    """A condition that keeps what it found as the fact `name`, for the message."""
+    return lambda c: vars(c).setdefault(name, find(c))
+
+
+def _not_array(c: SimpleNamespace) -> str:
+    absent, names = optional(c), ARGUMENTS[c.function]
+    for role, x in operands_of(c).items():
+        if role not in names or (x is None and role in absent):
+            continue
+        if isinstance(x, MemrefTile) or not hasattr(x, "dtype"):
+            got = "None" if x is None else type(x).__name__
+            return f"{names[role]} must be an array, got {got}"
+    return ""
+
+
+def _misranked(c: SimpleNamespace) -> str:
+    names, mx = ARGUMENTS[c.function], is_mx(c)
+    for role, x in operands_of(c).items():
+        if x is None or role not in names or role == "block_expert":
+            continue
+        axes = (_MX_AXES if mx else {}).get(role, _AXES[role])
+        if len(x.shape) != axes:
+            return f"{names[role]} must have {axes} axes, got {tuple(x.shape)}"
+    return ""
+
+
+def _odd_dtype(c: SimpleNamespace) -> str:
+    """The first operand of a dtype that the call does not take, described."""
+    operands, names = operands_of(c), ARGUMENTS[c.function]
+    kind = quantization(c, operands)
+    row_kind, mx = kind is QuantizationType.ROW, kind is QuantizationType.MX
+    for role, x in operands.items():
+        if x is None or role not in names:
+            continue
+        if role in INTEGERS:
+            taken, words = jnp.issubdtype(x.dtype, jnp.signedinteger), "int32"
+        elif role in _WEIGHTS and mx:
+            taken, words = x.dtype in ("uint16", "uint32"), "uint16 or uint32"
+        elif role in _WEIGHTS and row_kind:
+            taken, words = x.dtype in (E4M3, E4M3FN), "float8_e4m3 or float8_e4m3fn"
+        elif role in _SCALES:
+            words = "uint8" if mx else "float32"
+            taken = x.dtype == words
+        else:
+            taken = x.dtype in FLOATS
+            words = "bfloat16, float16, float32 or float64"
+        if not taken:
+            return f"{names[role]} must be {words}, got {x.dtype}"
+    return ""
+
+
+def _odd_setting(c: SimpleNamespace) -> str:
+    """The first setting that is not a flag, a number or a dtype known while tracing."""
+    flags = ("is_tensor_update_accumulating", "accumulate", "skip_token", "bias")
+    for name in (*flags, "on_intermediate", "returned"):
+        value = getattr(c, name, False)
+        if not isinstance(value, bool | np.bool_):
+            return f"{name} must be True or False, got {_kind(value)}"
+    for name in LIMITS:
+        if not is_number(getattr(c, name, None), None):
+            kind = _kind(getattr(c, name))
+            return f"{name} must be a number or None, got {kind}"
+    try:
+        dtype = c.compute_dtype
+        wide = dtype is None or jnp.dtype(dtype) in FLOATS
+    except TypeError:
+        wide = False
+    if not wide:
+        return f"compute_dtype must be a floating dtype or None, got {c.compute_dtype}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__}" if hasattr(value, "dtype") else repr(value)
+
+
+row(
+    "arrays",
+    "{not_array}",
+    told("not_array", _not_array),
+    example=arguments(down_w=None),
+    stage=-1,
+)
+row(
+    "rank",
+    "{misranked}",
+    told("misranked", _misranked),
+    example=arguments(hidden=(1, 4, 8)),
+    stage=0,
+)
+row(
+    "dtypes",
+    "{odd_dtype}",
+    told("odd_dtype", _odd_dtype),
+    example=arguments(token_id=np.zeros(6, np.float32)),
+    stage=0,
+)
+row(
+    "settings",
+    "{odd_setting}",
+    told("odd_setting", _odd_setting),
+    example=arguments(compute_dtype="int8"),
+    stage=0,
+)
+row(
+    "block_size",
+    "block_size must be a positive integer, known while tracing, got {block_size!r}",
+    lambda c: not is_count(c.block_size),
+    example=arguments(block_size=0),
+    stage=0,
+)
+
+
+def _uneven(c: SimpleNamespace) -> bool:
+    vars(c)["slots"] = operands_of(c)["token_id"].shape
+    size = c.block_size
+    return is_count(size) and bool(c.slots) and c.slots[0] % int(size) != 0
+
+
+row(
+    "slots",
+    "the slots, {slots}, must be a multiple of block_size = {block_size}",
+    _uneven,
+    example=arguments(token_id=(5,)),
+    stage=0,
+)
+row(
+    "padding_row",
+    "without skip_token the last row of {arg.hidden} is padding: it must have one, got "
+    "{operands[hidden].shape}",
+    lambda c: c.T < 0,
+    example=arguments(hidden=(0, 8), affinity=(0, 1)),
+)
+row(
+    "empty",
+    "H, E and I must be positive, got {H}, {E} and {I}",
+    lambda c: 0 in (c.H, c.E, c.I),
+    example=arguments(gate_up_w=(2, 8, 2, 0), down_w=(2, 0, 8)),
+)
+row(
+    "shapes",
+    "{unlike}",
+    lambda c: c.unlike,
+    example=arguments(affinity=(4, 2)),
+)
+row(
+    "activation",
+    f"the activation must be one of {members(ActFnType)}, got {{given.activation!r}}",
+    lambda c: c.activation_kind is None,
+    functions=(CTE, KERNEL, BWD),
+    example=lambda function: arguments(
+        **{
+            CTE: dict(activation_function="ReLU"),
+            KERNEL: dict(activation="ReLU"),
+            BWD: dict(activation_type="ReLU"),
+        }[function]
+    )(function),
+)
+row(
+    "scaling",
+    f"the scaling mode must be one of {members(ExpertAffinityScaleMode)}, got "
+    "{given.scaling!r}",
+    lambda c: c.scaling_kind is None,
+    functions=(*FORWARD, KERNEL),
+    example=lambda function: arguments(
+        **{
+            "scaling"
+            if function == KERNEL
+            else "expert_affinities_scaling_mode": "MID_SCALE"
+        }
+    )(function),
+)
+
+
+def _crossed(c: SimpleNamespace) -> bool:
+    """Whether a clamp has no value between its limits; a NaN leaves none."""
+
+    def keeps(upper: Any, lower: Any) -> bool:
+        high = math.inf if upper is None else float(upper)
+        return (-math.inf if lower is None else float(lower)) <= high
+
+    return not (keeps(*c.limits[:2]) and keeps(*c.limits[2:]))
+
+
+row(
+    "clamps",
+    "a clamp's upper limit must be at least its lower one, and neither NaN, got "
+    "{limits[1]} to {limits[0]} for the gate and {limits[3]} to {limits[2]} for up",
+    lambda c: c.limits_known and _crossed(c),
+    functions=(CTE, KERNEL),
+    example=arguments(up_clamp_upper_limit=-1.0, up_clamp_lower_limit=1.0),
+)
+row(
+    "scales",
+    "quantized weights need both {arg.gate_up_scale} and {arg.down_scale}",
+    lambda c: (
+        (c.is_row or c.is_mx)
+        and any(c.operands[f"{key}_scale"] is None for key in ("gate_up", "down"))
+    ),
+    functions=(CTE, KERNEL),
+    example=quantized(down_scale=None),
+)
