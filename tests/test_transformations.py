@@ -180,7 +180,8 @@ def _(case):
 
 @cell("remat")
 def _(case):
-    names = case.family.output_names(case.config)
+    config = case.family.differentiated(case.config)
+    names = case.family.output_names(config)
     saved = jax.checkpoint_policies.save_only_these_names(*names)
     most = {saved: 1, jax.checkpoint_policies.nothing_saveable: 2}
     for policy, limit in most.items():

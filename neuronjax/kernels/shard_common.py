@@ -1,5 +1,8 @@
 """What leaves share: casts of fresh arrays, and contractions that any mesh can type."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,25 +10,54 @@ from jax.sharding import AxisType
 
 from neuronjax.kernels.dtypes import accumulator
 
+Carry = TypeVar("Carry")
+
 
 def varying(x: jax.Array) -> frozenset:
     """The mesh axes over which `x` differs; empty outside `shard_map`."""
     return frozenset(getattr(jax.typeof(x).mat, "varying", ()))
 
 
-def uniform(*arrays: jax.Array) -> list[jax.Array]:
-    """Casts arrays to the union of their varying mesh axes.
+def uniform(*arrays: jax.Array, but: str | None = None) -> list[jax.Array]:
+    """Casts arrays to the union of their varying mesh axes, without the axis `but`.
 
     The transpose of the cast is a sum over those axes: that makes the gradient of a
     replicated operand right. Axes are sorted so that every host builds one program.
     """
     axes = [varying(x) for x in arrays]
-    union = frozenset().union(*axes)
+    union = frozenset().union(*axes) - {but}
     missing = [tuple(sorted(union - own, key=str)) for own in axes]
     return [
         lax.pcast(x, more, to="varying") if more else x
         for x, more in zip(arrays, missing, strict=True)
     ]
+
+
+def settled(body: Callable[[Carry], Carry], first: Carry, *operands: Any) -> Carry:
+    """The first carry of a loop, cast to the varying mesh axes that `body` gives it.
+
+    Args:
+        body: one turn of the loop.
+        first: fresh arrays, which differ over no axis.
+        *operands: what `body` reads; where none of it varies, nothing is traced.
+    """
+    if not any(varying(x) for x in jax.tree.leaves(operands)):
+        return first
+
+    def more(x, found):
+        missing = found.mat.varying - varying(x)
+        return lax.pcast(x, tuple(sorted(missing, key=str)), to="varying")
+
+    while True:
+        leaves, tree = jax.tree.flatten(first)
+        found = jax.make_jaxpr(body)(first).out_avals
+        cast = [
+            more(x, aval) if aval.mat.varying - varying(x) else x
+            for x, aval in zip(leaves, found, strict=True)
+        ]
+        if all(a is b for a, b in zip(cast, leaves, strict=True)):
+            return first
+        first = jax.tree.unflatten(tree, cast)
 
 
 def contract(spec: str, *arrays: jax.Array, like: jax.Array) -> jax.Array:

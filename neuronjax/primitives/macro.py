@@ -83,6 +83,12 @@ class MacroFamily:
             `backward`, the leaf's own vjp is taken.
         static: the leaf with static loop bounds, for the one place where a leaf
             itself is transposed: grad of grad.
+        tangent_leaf: the leaf that tangents are pushed through, where `leaf` reads
+            bits, which have no derivative.
+        differentiated: the config bag of the macro that differentiation emits instead
+            of the one that was asked for; its first outputs are the same.
+        axis: the key of the config bag that names a mesh axis, if its cores cooperate
+            in the leaf: there operands keep their varying types, and gradients too.
         guard: the NAMEs that the refusal of a foreign one lists.
         example: `example(name, dtype, batch)` gives an `Example`.
         variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
@@ -106,6 +112,11 @@ class MacroFamily:
         example: Callable[[str, Any, int], Example],
         backward: Callable[..., tuple] | None = None,
         static: Callable[..., tuple] | None = None,
+        tangent_leaf: Callable[..., tuple] | None = None,
+        differentiated: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: (
+            config
+        ),
+        axis: str = "",
         guard: Sequence[str] = (),
         variants: Sequence[str] = (),
         keyed: bool = False,
@@ -114,7 +125,9 @@ class MacroFamily:
     ):
         self.family, self.names, self.guard = family, tuple(names), guard or names
         self.leaf, self.static, self.plain = leaf, static or leaf, plain
+        self.tangent_leaf = tangent_leaf or leaf
         self.outputs, self.backward = outputs, backward
+        self.differentiated, self.axis = differentiated, axis
         self.example, self.variants, self.keyed = example, tuple(variants), keyed
         self.refuses = dict(refuses or {})
         self.no_derivative = no_derivative
@@ -147,7 +160,7 @@ class MacroFamily:
         if settings().plain:
             return tuple(self.plain(*operands, name=name, **config))
         leaves, tree = jax.tree.flatten(operands)
-        leaves = uniform(*map(jnp.asarray, leaves))
+        leaves = uniform(*map(jnp.asarray, leaves), but=config.get(self.axis))
         bag = tuple(sorted(config.items()))
         return tuple(
             self.macro_p.bind(*leaves, name=name, config=bag, tree=tree, axes=())
@@ -181,7 +194,8 @@ class MacroFamily:
     def _build_tangent_fun(self, *, wrt, name, config, tree, axes, static=False):
         """The leaf's derivative: (operands, outputs, tangents) to output tangents."""
         self._require_own(name)
-        leaf, n = self.static if static else self.leaf, tree.num_leaves
+        leaf = self.static if static else self.tangent_leaf
+        n = tree.num_leaves
 
         def fun(*operands):
             # The outputs between operands and tangents are there for the transpose.
@@ -218,29 +232,33 @@ class MacroFamily:
         outs = p.bind(*operands, tree=tree, axes=axes, **params)
         return outs, [0 if mapped else None] * len(outs)
 
-    def _jvp(self, primals, tangents, *, axes, **params):
+    def _jvp(self, primals, tangents, *, axes, config, **params):
         if self.no_derivative is not None:
             raise NotImplementedError(f"{params['name']}: {self.no_derivative}")
-        outs = self.macro_p.bind(*primals, axes=axes, **params)
-        # Named before the tangent takes them: named any later, remat would run the
-        # forward macro again.
-        names = self.output_names(dict(params["config"]))
-        outs = [checkpoint_name(out, n) for out, n in zip(outs, names, strict=True)]
         wrt = tuple(
             i
             for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
             if _is_float(x) and not isinstance(t, ad.Zero)
         )
+        asked = len(self.output_names(dict(config)))
+        if wrt:
+            config = tuple(sorted(self.differentiated(dict(config)).items()))
+        outs = self.macro_p.bind(*primals, axes=axes, config=config, **params)
+        # Named before the tangent takes them: named any later, remat would run the
+        # forward macro again.
+        names = self.output_names(dict(config))
+        outs = [checkpoint_name(out, n) for out, n in zip(outs, names, strict=True)]
         if not wrt:
             return outs, list(map(_zero, outs))
         axes = tuple(
             ((*dims, *[0] * len(outs), *[dims[i] for i in wrt]), axis)
             for dims, axis in axes
         )
+        params |= dict(wrt=wrt, axes=axes, config=config)
         live = [tangents[i] for i in wrt]
-        dots = self.tangent_p.bind(*primals, *outs, *live, wrt=wrt, axes=axes, **params)
-        dots = iter(dots)
-        return outs, [next(dots) if _is_float(out) else _zero(out) for out in outs]
+        dots = iter(self.tangent_p.bind(*primals, *outs, *live, **params))
+        dots = [next(dots) if _is_float(out) else _zero(out) for out in outs]
+        return outs[:asked], dots[:asked]
 
     def _tangent_jvp(self, operands, tangents, *, wrt, tree, **params):
         m, params = len(operands) - len(wrt), dict(params, wrt=wrt, tree=tree)
@@ -289,12 +307,12 @@ class MacroFamily:
     def _own_vjp(self, primals, outs, cotangents, wrt, tree, name, config):
         live = _floats_of(self.static, wrt, primals, tree, name=name, **config)
         seeds = [
-            jnp.zeros_like(out) if c is None else c
+            jnp.zeros_like(out) if c is None else uniform(c, out)[0]
             for out, c in zip(outs, cotangents, strict=True)
             if _is_float(out)
         ]
         _, pull = jax.vjp(live, *[primals[i] for i in wrt])
-        return pull(uniform(*seeds, *primals)[: len(seeds)])
+        return pull(seeds)
 
     def _emit_backward(self, primals, outs, cotangents, wrt, tree, name, config):
         assert self.backward is not None

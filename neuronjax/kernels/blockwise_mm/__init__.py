@@ -1,0 +1,1 @@
+"""Feed-forward experts over blocks of tokens, forwards and backwards."""

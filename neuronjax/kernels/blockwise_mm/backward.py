@@ -1,0 +1,309 @@
+"""The backward of the blockwise experts, from what the forward stored.
+
+With `D = d_out[token]`, `y = down` and `m = act(g) * u` of a block with one expert:
+
+    d_affinity = sum_h D * y;  dY = affinity * D    NO_SCALE, PRE_SCALE: dY = D
+    d_down  += m^T dY
+    dM       = dY @ down^T
+    dU, dG   = dM * act(g), dM * u * act'(g)        zero where clamped
+    d_gate_up += x^T [dG, dU]
+    d_hidden[token] += [dG, dU] @ gate_up^T         PRE_SCALE: times the affinity
+
+Four products a block, and none of the forward's again unless it stored nothing. The
+gradient of a weight is summed over the blocks of its expert and written once; an expert
+without a token gets exactly zero.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from neuronjax.kernels.blockwise_mm.experts import Expert, experts_of
+from neuronjax.kernels.blockwise_mm.forward import block_fwd, scaled_rows
+from neuronjax.kernels.blockwise_mm.narrow import (
+    from_bits,
+    put,
+    take,
+    take_rows,
+    to_bits,
+)
+from neuronjax.kernels.blockwise_mm.operands import Operands, Option, Options
+from neuronjax.kernels.blockwise_mm.slots import Slots, most, slots_of, visits_of
+from neuronjax.kernels.blockwise_mm.swiglu import gated_bwd
+from neuronjax.kernels.shard_common import settled
+
+WEIGHTS = ("gate_up_w", "down_w", "gate_up_b", "down_b")
+Grads = dict[str, jax.Array]
+
+
+class Given(NamedTuple):
+    """What the backward takes beside the operands.
+
+    Attributes:
+        gate_up: `[N, 2, I, B]`, or None: it is computed again.
+        down: `[N, B, H]`, or None.
+        d_out: `[R, H]`.
+        d_gate_up: the cotangent of `gate_up`, or None.
+        d_down: that of `down`, or None.
+    """
+
+    gate_up: Option
+    down: Option
+    d_out: jax.Array
+    d_gate_up: Option
+    d_down: Option
+
+    @property
+    def by_block(self) -> tuple[Option, ...]:
+        """Gate and up as rows `[N, B, 2, I]`, down, and the cotangents of both."""
+        gate_up, d_gate_up = (
+            None if x is None else x.transpose(0, 3, 1, 2)
+            for x in (self.gate_up, self.d_gate_up)
+        )
+        return gate_up, self.down, d_gate_up, self.d_down
+
+
+class BlockGrads(NamedTuple):
+    """The gradients of one block: of its rows, their affinities, and the weights."""
+
+    hidden: jax.Array
+    affinity: jax.Array
+    weights: Grads
+
+
+class Rows(NamedTuple):
+    """The rows of one block: `x` and `d_out` `[B, H]`, affinities `[B]`."""
+
+    x: jax.Array
+    d_out: jax.Array
+    affinity: jax.Array
+
+
+def block_bwd(
+    rows: Rows, held: tuple, expert: Expert, experts: Any, opts: Options, wrt: tuple
+) -> BlockGrads:
+    """The gradients of one block; `held` is its part of `Given.by_block`."""
+    x, column = rows.x, rows.affinity[:, None]
+    gate_up, down, d_gate_up, d_down = held
+    if gate_up is None:
+        found = block_fwd(x, rows.affinity, expert, experts, opts)
+        gate_up, down = (z.astype(x.dtype) for z in found)
+    d = rows.d_out.astype(experts.acc)
+    is_after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
+    dy = d * column if is_after else d
+    dy = dy if d_down is None else dy + d_down.astype(dy.dtype)
+    d_middle = experts.down_back(dy, gate_up, expert)
+    d_affinity = (d * down.astype(d.dtype)).sum(1) if is_after else None
+    if opts.shard == "hidden":
+        d_middle, d_affinity = _summed(d_middle, d_affinity, opts)
+    middle = experts.middle(gate_up.astype(experts.acc), expert)
+    if opts.on_intermediate:
+        d_affinity = (d_middle * middle).sum(1)
+        d_middle, middle = d_middle * column, middle * column
+    dz = gated_bwd(d_middle, gate_up, d_gate_up, opts).reshape(x.shape[0], -1)
+    scaled = scaled_rows(x, rows.affinity, opts)
+    dx = experts.gate_up_back(dz, scaled, expert)
+    if opts.scaling == "PRE_SCALE":
+        d_affinity = (dx * x.astype(dx.dtype)).sum(1)
+        dx = dx * column
+    if d_affinity is None:
+        d_affinity = jnp.zeros_like(rows.affinity)
+    find = dict(
+        gate_up_w=lambda: experts.weight_grad(scaled, dz),
+        down_w=lambda: experts.weight_grad(middle, _own_columns(dy, x, opts)),
+        gate_up_b=lambda: dz.sum(0),
+        down_b=lambda: dy.sum(0),
+    )
+    return BlockGrads(dx, d_affinity, {key: find[key]() for key in wrt})
+
+
+def _summed(d_middle: jax.Array, d_affinity: Option, opts: Options) -> tuple:
+    """Both sums over H, whose parts the cores hold, in one exchange."""
+    if d_affinity is None:
+        return lax.psum(d_middle, opts.axis), None
+    both = jnp.concatenate([d_middle, d_affinity[:, None]], 1)
+    both = lax.psum(both, opts.axis)
+    return both[:, :-1], both[:, -1]
+
+
+def _own_columns(dy: jax.Array, x: jax.Array, opts: Options) -> jax.Array:
+    """The columns of `dy` that are this core's, as those of `x` are."""
+    if opts.shard != "columns":
+        return dy
+    width = x.shape[1]
+    first = lax.axis_index(opts.axis) * width
+    return lax.dynamic_slice_in_dim(dy, first, width, axis=1)
+
+
+def expert_blocks_bwd(
+    ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options, wrt: tuple
+) -> BlockGrads:
+    """The gradients of all rows, slots and experts.
+
+    Those of rows and slots are in the dtype of sums, as are those of the biases.
+    """
+    rows, blocks = ops.hidden.shape[0], slots.token.shape[0]
+    visits, by_block = visits_of(slots, rows, experts.count), given.by_block
+
+    def visit_block(j, carry: BlockGrads, index, expert) -> BlockGrads:
+        block = visits.block[jnp.minimum(visits.first[index] + j, blocks - 1)]
+        is_own = j < visits.count[index]
+        token = jnp.where(is_own, slots.token[block], rows)
+        held = tuple(None if x is None else take(x, block) for x in by_block)
+        at = take_rows(ops.hidden, token), take_rows(given.d_out, token)
+        own = Rows(*at, slots.affinity[block])
+        found = block_bwd(own, held, expert, experts, opts, wrt)
+        old = lax.dynamic_index_in_dim(carry.affinity, block, keepdims=False)
+        affinity = jnp.where(is_own, found.affinity, old)
+        return BlockGrads(
+            carry.hidden.at[token].add(found.hidden, mode="drop"),
+            put(carry.affinity, affinity, block),
+            {
+                k: x + jnp.where(is_own, found.weights[k], 0)
+                for k, x in carry[2].items()
+            },
+        )
+
+    def visit_expert(i, carry: BlockGrads) -> BlockGrads:
+        index = visits.expert[i]
+        expert = experts.fetch(index)
+        found = lax.fori_loop(
+            0,
+            most(visits.count[index]),
+            lambda j, carry: visit_block(j, carry, index, expert),
+            BlockGrads(carry.hidden, carry.affinity, sums),
+        )
+        parts = {k: x.astype(dtypes[k]) for k, x in found.weights.items()}
+        totals = {k: put(x, parts[k], index) for k, x in carry.weights.items()}
+        return BlockGrads(found.hidden, found.affinity, totals)
+
+    one = visits.expert[0]
+    dtypes = {key: _dtype(ops, key, experts) for key in wrt}
+    shapes = _shapes(ops, experts, wrt)
+    sums = {key: jnp.zeros(shape[1:], experts.acc) for key, shape in shapes.items()}
+    first = settled(
+        lambda carry: visit_block(0, carry, one, experts.fetch(one)),
+        BlockGrads(*_no_rows(ops, slots, experts), sums),
+        *(ops, given, slots),
+    )
+    sums = first.weights
+    totals = {
+        key: jnp.zeros(shape, to_bits(jnp.zeros((), dtypes[key])).dtype)
+        for key, shape in shapes.items()
+    }
+    first = first._replace(weights=totals)
+    first = settled(lambda carry: visit_expert(0, carry), first, ops, given, slots)
+    found = lax.fori_loop(0, most(visits.experts), visit_expert, first)
+    weights = {key: from_bits(x, dtypes[key]) for key, x in found.weights.items()}
+    return found._replace(weights=weights)
+
+
+def expert_blocks_bwd_static(
+    ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options, wrt: tuple
+) -> BlockGrads:
+    """The same, block after block: this form can be differentiated both ways."""
+
+    def visit(carry: BlockGrads, turn) -> tuple[BlockGrads, None]:
+        token, affinity, block, index, held = turn
+        at = (
+            x.at[token].get(mode="fill", fill_value=0)
+            for x in (ops.hidden, given.d_out)
+        )
+        expert = experts.fetch(index)
+        found = block_bwd(Rows(*at, affinity), held, expert, experts, opts, wrt)
+        is_busy = (token < ops.hidden.shape[0]).any()
+        parts = {key: jnp.where(is_busy, x, 0) for key, x in found.weights.items()}
+        return BlockGrads(
+            carry.hidden.at[token].add(found.hidden, mode="drop"),
+            carry.affinity.at[block].set(jnp.where(is_busy, found.affinity, 0)),
+            {key: x.at[index].add(parts[key]) for key, x in carry.weights.items()},
+        ), None
+
+    shapes = _shapes(ops, experts, wrt)
+    totals = {key: jnp.zeros(shape, experts.acc) for key, shape in shapes.items()}
+    first = BlockGrads(*_no_rows(ops, slots, experts), totals)
+    block = jnp.arange(slots.token.shape[0], dtype=jnp.int32)
+    index = jnp.clip(slots.expert, 0, experts.count - 1)
+    turns = (slots.token, slots.affinity, block, index, given.by_block)
+    zeroth = jax.tree.map(lambda x: x[0], turns)
+    first = settled(lambda carry: visit(carry, zeroth)[0], first, ops, given, slots)
+    return lax.scan(visit, first, turns)[0]
+
+
+def _no_rows(ops: Operands, slots: Slots, experts: Any) -> tuple[Array, Array]:
+    shapes = ops.hidden.shape, slots.token.shape
+    return tuple(jnp.zeros(shape, experts.acc) for shape in shapes)
+
+
+def _shapes(ops: Operands, experts: Any, wrt: tuple) -> dict[str, tuple[int, ...]]:
+    """The shapes in which gradients of weights are summed."""
+    count, width, d_ff = experts.count, ops.hidden.shape[1], experts.d_ff
+    shapes = dict(
+        gate_up_w=(count, width, 2 * d_ff),
+        down_w=(count, d_ff, width),
+        gate_up_b=(count, 2 * d_ff),
+        down_b=(count, ops.down_w.shape[-1]),
+    )
+    return {key: shape for key, shape in shapes.items() if key in wrt}
+
+
+def _dtype(ops: Operands, key: str, experts: Any) -> Any:
+    """The dtype of a gradient: that of its operand, for an absent bias that of sums."""
+    x = getattr(ops, key)
+    return experts.acc if x is None else x.dtype
+
+
+def blockwise_mm_bwd(*operands: Any, name: str, **config: Any) -> tuple[Array, ...]:
+    """Returns the gradients that `grads` names, in that order.
+
+    Takes the operands of `blockwise_mm_fwd`, then those of `Given`. The gradient of a
+    bias needs no value of it where gate and up are stored.
+    """
+    return _run(expert_blocks_bwd, operands, config)
+
+
+def blockwise_mm_bwd_static(
+    *operands: Any, name: str, **config: Any
+) -> tuple[Array, ...]:
+    """`blockwise_mm_bwd` with static loop bounds."""
+    return _run(expert_blocks_bwd_static, operands, config)
+
+
+def _run(blocks: Any, operands: tuple, config: dict[str, Any]) -> tuple[Array, ...]:
+    count = len(Operands._fields)
+    ops, given = Operands(*operands[:count]), Given(*operands[count:])
+    opts, wrt = Options.of(config), config["grads"]
+    experts = experts_of(ops, opts)
+    slots = slots_of(ops, opts, experts.acc)
+    weights = tuple(key for key in wrt if key in WEIGHTS)
+    found = blocks(ops, given, slots, experts, opts, weights)
+    if opts.shard == "intermediate":
+        found = found._replace(hidden=lax.psum(found.hidden, opts.axis))
+    affinity = found.affinity
+    if _is_partial(opts):
+        affinity = lax.psum(affinity, opts.axis)
+    table = jnp.zeros((ops.hidden.shape[0], experts.count), affinity.dtype)
+    index = slots.token, slots.expert[:, None]
+    table = table.at[index].add(affinity, mode="drop")
+    grads = dict(hidden=found.hidden, affinity=table, **found.weights)
+    return tuple(_like(grads[key], ops, key, experts) for key in wrt)
+
+
+def _is_partial(opts: Options) -> bool:
+    """Whether the cores hold parts of the sum that an affinity's gradient is."""
+    if opts.scaling == "PRE_SCALE":
+        return opts.shard is not None
+    return opts.on_intermediate and opts.shard == "intermediate"
+
+
+def _like(grad: jax.Array, ops: Operands, key: str, experts: Any) -> jax.Array:
+    """A gradient in the shape and dtype of its operand."""
+    x = getattr(ops, key)
+    if x is not None:
+        return grad.reshape(x.shape).astype(x.dtype)
+    if key == "gate_up_b":
+        return grad.reshape(experts.count, 2, experts.d_ff)
+    return grad

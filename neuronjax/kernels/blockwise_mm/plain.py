@@ -1,0 +1,253 @@
+"""The blockwise experts straight from their equations, all blocks at once.
+
+Weights are gathered by block, `[N, H, 2, I]`: for bisecting a model, not for its speed.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from neuronjax.kernels.blockwise_mm.operands import (
+    Limits,
+    Operands,
+    Option,
+    Options,
+    factor_dtype,
+    sum_dtype,
+)
+
+ACTIVATIONS = {
+    "SiLU": jax.nn.silu,
+    "GELU": lambda x: jax.nn.gelu(x, approximate=False),
+    "GELU_Tanh_Approx": lambda x: jax.nn.gelu(x, approximate=True),
+    "Swish": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+
+
+class Blocks(NamedTuple):
+    """What each block reads: tokens and rows by slot, weights by block.
+
+    Attributes:
+        token: `[N, B]`; `R` where a slot has none.
+        busy: `[N]`: whether a block has a token.
+        x: `[N, B, H]`.
+        affinity: `[N, B, 1]`.
+        gate_up: `[N, H, 2, I]`, dequantized.
+        down: `[N, I, H]`, dequantized.
+        gate_up_b: `[N, 2, I]`, or None.
+        down_b: `[N, H]`, or None.
+    """
+
+    token: jax.Array
+    busy: jax.Array
+    x: jax.Array
+    affinity: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    gate_up_b: Option
+    down_b: Option
+
+
+def _tokens(ops: Operands, opts: Options) -> jax.Array:
+    """The row of each slot; `R` for none."""
+    rows, count = ops.hidden.shape[0], ops.gate_up_w.shape[0]
+    token = ops.token_id.reshape(-1, opts.block_size)
+    expert = ops.block_expert.reshape(-1, 1)
+    is_row = (0 <= token) & (token < rows - (not opts.skip_token))
+    is_row &= (0 <= expert) & (expert < count)
+    if ops.conditions is not None:
+        blocks = len(token)
+        is_open = jnp.cumprod(ops.conditions.reshape(-1)[:blocks] != 0) > 0
+        is_open |= jnp.arange(blocks) < opts.num_static
+        is_row &= is_open[:, None]
+    token = jnp.where(is_row, token, rows)
+    if opts.accumulate:
+        return token
+    flat = token.reshape(-1)
+    later = jnp.triu(flat[:, None] == flat[None, :], 1).any(1)
+    return jnp.where(later, rows, flat).reshape(token.shape)
+
+
+def _blocks(ops: Operands, opts: Options) -> Blocks:
+    acc, rows = sum_dtype(ops), ops.hidden.shape[0]
+    token, expert = _tokens(ops, opts), ops.block_expert.reshape(-1)
+    table = ops.affinity.reshape(rows, -1).astype(acc)
+    affinity = table.at[token, expert[:, None]].get(mode="fill", fill_value=0)
+    gate_up, down = ops.gate_up_w[expert], ops.down_w[expert]
+
+    def by_block(x: Option) -> Option:
+        if x is None:
+            return None
+        shared = x.shape[0] == 1
+        return (x[expert * 0] if shared else x[expert]).astype(acc)
+
+    gate_up, down = (
+        w.astype(factor_dtype(ops, opts)).astype(acc) for w in (gate_up, down)
+    )
+    if ops.gate_up_scale is not None:
+        gate_up = gate_up * by_block(ops.gate_up_scale).reshape(
+            -1, 1, *gate_up.shape[2:]
+        )
+        down = down * by_block(ops.down_scale)
+    return Blocks(
+        token,
+        (token < rows).any(1),
+        ops.hidden.at[token].get(mode="fill", fill_value=0).astype(acc),
+        affinity[..., None],
+        gate_up,
+        down,
+        by_block(ops.gate_up_b),
+        by_block(ops.down_b),
+    )
+
+
+def _exchanged(x: jax.Array, opts: Options, shard: str) -> jax.Array:
+    return lax.psum(x, opts.axis) if opts.shard == shard else x
+
+
+def _clip(x: jax.Array, limits: Limits) -> jax.Array:
+    return jnp.clip(x, *limits)
+
+
+def _activations(blocks: Blocks, ops: Operands, opts: Options):
+    """`gate_up` after the clamp, `[N, B, 2, I]`, and `down` before the affinity."""
+    dtype = factor_dtype(ops, opts)
+    x = blocks.x * blocks.affinity if opts.scaling == "PRE_SCALE" else blocks.x
+    x = x.astype(dtype).astype(x.dtype)
+    z = _exchanged(jnp.einsum("nbh,nhji->nbji", x, blocks.gate_up), opts, "hidden")
+    if blocks.gate_up_b is not None:
+        z = z + blocks.gate_up_b[:, None]
+    gate, up = _clip(z[:, :, 0], opts.gate_limits), _clip(z[:, :, 1], opts.up_limits)
+    m = ACTIVATIONS[opts.activation](gate) * up
+    m = m * blocks.affinity if opts.on_intermediate else m
+    m = m.astype(dtype).astype(m.dtype)
+    y = jnp.einsum("nbi,nih->nbh", m, blocks.down)
+    y = _exchanged(y, opts, "intermediate")
+    if blocks.down_b is not None:
+        y = y + blocks.down_b[:, None]
+    return jnp.stack([gate, up], 2), y
+
+
+def blockwise_mm_plain(*operands: Any, name: str, **config: Any) -> tuple:
+    """What `blockwise_mm_fwd` returns."""
+    ops, opts = Operands(*operands), Options.of(config)
+    blocks = _blocks(ops, opts)
+    gate_up, y = _activations(blocks, ops, opts)
+    is_after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
+    share = y * blocks.affinity if is_after else y
+    out = jnp.zeros(ops.hidden.shape, share.dtype)
+    out = out.at[blocks.token].add(share, mode="drop")
+    kept = dict(gate_up=gate_up.transpose(0, 2, 3, 1), down=y)
+    dtype, busy = ops.hidden.dtype, blocks.busy
+    return out.astype(dtype), *(
+        jnp.where(_like(busy, kept[key]), kept[key].astype(dtype), 0)
+        for key in opts.stored
+    )
+
+
+def _like(busy: jax.Array, x: jax.Array) -> jax.Array:
+    return busy.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _slopes(dm, gate_up, d_gate_up, opts: Options) -> jax.Array:
+    """The cotangent of gate and up before the clamp, from that of their product."""
+    wide = gate_up.astype(dm.dtype)
+    act = ACTIVATIONS[opts.activation]
+    opened, push = jax.jvp(act, (wide[:, :, 0],), (jnp.ones_like(dm),))
+    dz = jnp.stack([dm * wide[:, :, 1] * push, dm * opened], 2)
+    dz = dz if d_gate_up is None else dz + d_gate_up.astype(dz.dtype)
+    for at, (low, high) in enumerate((opts.gate_limits, opts.up_limits)):
+        z = gate_up[:, :, at]
+        outside = jnp.zeros(z.shape, bool)
+        outside |= False if low is None else z <= jnp.asarray(low, z.dtype)
+        outside |= False if high is None else z >= jnp.asarray(high, z.dtype)
+        dz = dz.at[:, :, at].set(jnp.where(outside, 0, dz[:, :, at]))
+    return dz
+
+
+def blockwise_mm_bwd_plain(*operands: Any, name: str, grads: tuple, **config) -> tuple:
+    """What `blockwise_mm_bwd` returns."""
+    count = len(Operands._fields)
+    ops, opts = Operands(*operands[:count]), Options.of(config)
+    gate_up, down, d_out, d_gate_up, d_down = operands[count:]
+    blocks = _blocks(ops, opts)
+    if gate_up is None:
+        gate_up, down = (
+            z.astype(ops.hidden.dtype) for z in _activations(blocks, ops, opts)
+        )
+    else:
+        gate_up = gate_up.transpose(0, 3, 1, 2)
+    if d_gate_up is not None:
+        d_gate_up = d_gate_up.transpose(0, 3, 1, 2)
+    d = d_out.at[blocks.token].get(mode="fill", fill_value=0).astype(blocks.x.dtype)
+    stored = gate_up, down, d_gate_up, d_down
+    found = _gradients(blocks, d, stored, opts, factor_dtype(ops, opts))
+    return tuple(_gathered(found, blocks, ops, opts, key) for key in grads)
+
+
+def _gradients(
+    blocks: Blocks, d: jax.Array, stored: tuple, opts: Options, dtype: Any
+) -> dict:
+    """By block: the gradients of rows, affinities and weights.
+
+    The factors of products are rounded to `dtype`, as in the forward.
+    """
+
+    def product(spec: str, *factors: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, *(x.astype(dtype).astype(d.dtype) for x in factors))
+
+    gate_up, down, d_gate_up, d_down = stored
+    after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
+    before = opts.scaling == "PRE_SCALE"
+    a, wide = blocks.affinity, gate_up.astype(d.dtype)
+    dy = d * a if after else d
+    dy = dy if d_down is None else dy + d_down.astype(dy.dtype)
+    dm = _exchanged(product("nbh,nih->nbi", dy, blocks.down), opts, "hidden")
+    da = jnp.zeros(a.shape[:2], d.dtype)
+    if after:
+        da = _exchanged((d * down.astype(d.dtype)).sum(2), opts, "hidden")
+    m = ACTIVATIONS[opts.activation](wide[:, :, 0]) * wide[:, :, 1]
+    if opts.on_intermediate:
+        da = _exchanged((dm * m).sum(2), opts, "intermediate")
+        dm, m = dm * a, m * a
+    dz = _slopes(dm, gate_up, d_gate_up, opts)
+    x = blocks.x * a if before else blocks.x
+    dx = product("nbji,nhji->nbh", dz, blocks.gate_up)
+    if before:
+        da = (dx * blocks.x).sum(2)
+        da = da if opts.shard is None else lax.psum(da, opts.axis)
+        dx = dx * a
+    own = dy
+    if opts.shard == "columns":
+        width = x.shape[2]
+        at = lax.axis_index(opts.axis) * width
+        own = lax.dynamic_slice_in_dim(dy, at, width, axis=2)
+    return dict(
+        hidden=_exchanged(dx, opts, "intermediate"),
+        affinity=da,
+        gate_up_w=product("nbh,nbji->nhji", x, dz),
+        down_w=product("nbi,nbh->nih", m, own),
+        gate_up_b=dz.sum(1),
+        down_b=dy.sum(1),
+    )
+
+
+def _gathered(found: dict, blocks: Blocks, ops: Operands, opts: Options, key: str):
+    """A gradient by block, summed where its operand's parts are."""
+    grad, expert = found[key], ops.block_expert.reshape(-1)
+    operand, count = getattr(ops, key), ops.gate_up_w.shape[0]
+    if key == "hidden":
+        total = jnp.zeros(operand.shape, grad.dtype)
+        total = total.at[blocks.token].add(grad, mode="drop")
+    elif key == "affinity":
+        total = jnp.zeros((ops.hidden.shape[0], count), grad.dtype)
+        total = total.at[blocks.token, expert[:, None]].add(grad, mode="drop")
+    else:
+        grad = jnp.where(_like(blocks.busy, grad), grad, 0)
+        total = jnp.zeros((count, *grad.shape[1:]), grad.dtype)
+        total = total.at[expert].add(grad, mode="drop")
+    return (
+        total if operand is None else total.reshape(operand.shape).astype(operand.dtype)
+    )

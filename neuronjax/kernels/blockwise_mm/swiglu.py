@@ -1,0 +1,58 @@
+"""The gated values of a block and their derivative, from what a forward stored.
+
+    middle = act(gate) * up
+
+`gate` and `up` come after the clamp, whose derivative is zero where a value equals its
+limit: the limit as the stored dtype has it, or a rounded value would pass below it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from neuronjax.kernels.activation import activation, activation_grad
+from neuronjax.kernels.blockwise_mm.operands import Limits, Options
+
+
+def clamped(gate_up: jax.Array, opts: Options) -> jax.Array:
+    """`[B, 2, I]` with gate and up each within its limits."""
+    if opts.gate_limits == opts.up_limits == (None, None):
+        return gate_up
+    gate = _clamp(gate_up[:, 0], opts.gate_limits)
+    return jnp.stack([gate, _clamp(gate_up[:, 1], opts.up_limits)], 1)
+
+
+def _clamp(x: jax.Array, limits: Limits) -> jax.Array:
+    lower, upper = limits
+    x = x if upper is None else lax.min(x, jnp.asarray(upper, x.dtype))
+    return x if lower is None else lax.max(x, jnp.asarray(lower, x.dtype))
+
+
+def gated(gate_up: jax.Array, opts: Options) -> jax.Array:
+    """The gated values `[B, I]`."""
+    return activation(gate_up[:, 0], opts.activation) * gate_up[:, 1]
+
+
+def gated_bwd(
+    d_middle: jax.Array, gate_up: jax.Array, d_stored: jax.Array | None, opts: Options
+) -> jax.Array:
+    """The cotangent of gate and up before their clamp, `[B, 2, I]`.
+
+    `gate_up` comes in the dtype in which it was stored; `d_stored` is the cotangent of
+    what was stored.
+    """
+    wide = gate_up.astype(d_middle.dtype)
+    opened, slope = activation_grad(wide[:, 0], opts.activation)
+    dz = jnp.stack([d_middle * wide[:, 1] * slope, d_middle * opened], 1)
+    if d_stored is not None:
+        dz = dz + d_stored.astype(dz.dtype)
+    if opts.gate_limits == opts.up_limits == (None, None):
+        return dz
+    d_gate = _inside(dz[:, 0], gate_up[:, 0], opts.gate_limits)
+    return jnp.stack([d_gate, _inside(dz[:, 1], gate_up[:, 1], opts.up_limits)], 1)
+
+
+def _inside(dx: jax.Array, x: jax.Array, limits: Limits) -> jax.Array:
+    lower, upper = limits
+    dx = dx if upper is None else jnp.where(x < jnp.asarray(upper, x.dtype), dx, 0)
+    return dx if lower is None else jnp.where(x > jnp.asarray(lower, x.dtype), dx, 0)

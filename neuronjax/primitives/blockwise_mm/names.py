@@ -1,0 +1,3 @@
+"""The NAMEs of the blockwise experts."""
+
+FORWARD, BACKWARD = "BlockwiseMM", "BlockwiseMMBwd"
