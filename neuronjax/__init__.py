@@ -28,6 +28,21 @@ from neuronjax.primitives.attention.statistics import (
 from neuronjax.primitives.attention_block_tkg import (
     attention_block_tkg as attention_block_tkg,
 )
+from neuronjax.primitives.blockwise_mm import (
+    blockwise_mm_baseline_shard_hidden as blockwise_mm_baseline_shard_hidden,
+)
+from neuronjax.primitives.blockwise_mm import blockwise_mm_bwd as blockwise_mm_bwd
+from neuronjax.primitives.blockwise_mm import moe_cte as moe_cte
+from neuronjax.primitives.blockwise_mm.spec import ClampLimits as ClampLimits
+from neuronjax.primitives.blockwise_mm.spec import MoECTESpec as MoECTESpec
+from neuronjax.primitives.blockwise_mm.spec import (
+    QuantizationConfig as QuantizationConfig,
+)
+from neuronjax.primitives.blockwise_mm.spec import (
+    ShardOnBlockConfig as ShardOnBlockConfig,
+)
+from neuronjax.primitives.blockwise_mm.spec import ShardOnIConfig as ShardOnIConfig
+from neuronjax.primitives.blockwise_mm.spec import SkipMode as SkipMode
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.cumsum import cumsum as cumsum
 from neuronjax.primitives.indices import (
@@ -56,9 +71,17 @@ from neuronjax.primitives.mx import unswizzle_hidden as unswizzle_hidden
 from neuronjax.primitives.norm_tkg import layernorm_tkg as layernorm_tkg
 from neuronjax.primitives.norm_tkg import rmsnorm_tkg as rmsnorm_tkg
 from neuronjax.primitives.options import ActFnType as ActFnType
+from neuronjax.primitives.options import AffinityOption as AffinityOption
+from neuronjax.primitives.options import BlockShardStrategy as BlockShardStrategy
+from neuronjax.primitives.options import (
+    ExpertAffinityScaleMode as ExpertAffinityScaleMode,
+)
+from neuronjax.primitives.options import KernelTypeOption as KernelTypeOption
+from neuronjax.primitives.options import MoECTEImplementation as MoECTEImplementation
 from neuronjax.primitives.options import NormType as NormType
 from neuronjax.primitives.options import QuantizationType as QuantizationType
 from neuronjax.primitives.options import RouterActFnType as RouterActFnType
+from neuronjax.primitives.options import ShardOption as ShardOption
 from neuronjax.primitives.output_projection import (
     output_projection_cte as output_projection_cte,
 )

@@ -16,6 +16,9 @@ from neuronjax.primitives.attention.prefix_caching import (
 from neuronjax.primitives.attention_block_tkg.macro import (
     attention_block_tkg_kernel as attention_block_tkg_kernel,
 )
+from neuronjax.primitives.blockwise_mm import (
+    blockwise_mm_kernel as blockwise_mm_kernel,
+)
 from neuronjax.primitives.cumsum import cum_sum_kernel as cum_sum_kernel
 from neuronjax.primitives.mlp import mlp_fused_add_kernel as mlp_fused_add_kernel
 from neuronjax.primitives.mlp import mlp_kernel as mlp_kernel

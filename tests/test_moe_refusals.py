@@ -1,0 +1,340 @@
+"""Options of the blockwise experts are honoured or refused, and values known are read.
+
+The refusals themselves are generated from the table (`test_contracts.py`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import neuronjax
+from neuronjax import MoECTEImplementation, MoECTESpec, ShardOnIConfig, SkipMode
+
+T, H, E, D_FF, B = 5, 8, 3, 6, 2
+# Two experts a token; expert 2 has none. Ids of T are empty slots.
+IDS = np.asarray([0, 2, 3, 5, 1, 4, 0, 1, 5, 5], np.int32)
+EXPERTS = np.asarray([0, 0, 1, 1, 2], np.int32)
+UNQUANTIZED = [kind for kind in MoECTEImplementation if "mx" not in kind.name]
+DROPPING = MoECTEImplementation.shard_on_i_dropping
+ON_I = ShardOnIConfig(expert_affinity_multiply_on_I=True)
+
+
+def operands(dtype="float32", seed=0):
+    """hidden, affinities and both weights, the padding row full of NaN."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    hidden = jax.random.normal(keys[0], (T + 1, H), dtype).at[T].set(jnp.nan)
+    affinity = jax.random.uniform(keys[1], ((T + 1) * E, 1), dtype)
+    gate_up = jax.random.normal(keys[2], (E, H, 2, D_FF), dtype) / 3
+    down = jax.random.normal(keys[3], (E, D_FF, H), dtype) / 3
+    return hidden, affinity, gate_up, down
+
+
+def lists(**changes: Any) -> dict[str, Any]:
+    return dict(token_position_to_id=IDS, block_to_expert=EXPERTS, block_size=B) | (
+        changes
+    )
+
+
+def run(*given: Any, spec: Any = "shard_on_i", **settings: Any):
+    return neuronjax.moe_cte(*given, **(lists(spec=spec) | settings))
+
+
+def same(got, wanted, tolerance=2e-6):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.abs(a - b).max(initial=0) <= tolerance * max(np.abs(b).max(), 1)
+
+
+@pytest.mark.parametrize("kind", UNQUANTIZED, ids=lambda kind: kind.name)
+def test_every_implementation_gives_the_same_output(kind):
+    """Those that the vendor's dispatcher forgot are block-scaled: `test_moe.py`."""
+    given, settings = operands(), {}
+    if kind is DROPPING:  # one block an expert, of its own tokens
+        ids = np.asarray([0, 2, 3, 1, 4, 0, 5, 5, 5], np.int32)
+        settings = dict(block_size=3, token_position_to_id=ids)
+        out, gate_up, down = run(*given, spec=kind, block_to_expert=None, **settings)
+        assert gate_up.shape == (E, 2, D_FF, 3) and down.shape == (E, 3, H)
+        experts = np.asarray([0, 1, 2], np.int32)
+        wanted = run(*given, **settings, block_to_expert=experts)
+    else:
+        out, wanted = run(*given, spec=kind), run(*given)
+    same(out, wanted)
+    assert np.isfinite(out).all() and (np.asarray(out[T]) == 0).all()
+
+
+def test_a_spec_is_a_record_a_member_or_a_name():
+    given = operands()
+    wanted = run(*given)
+    for spec in (
+        MoECTESpec("shard_on_i"),
+        MoECTESpec(MoECTEImplementation.shard_on_i, shard_on_I=ShardOnIConfig()),
+        MoECTEImplementation.shard_on_i,
+    ):
+        np.testing.assert_array_equal(run(*given, spec=spec), wanted)
+
+
+def test_stored_activations_come_back_by_the_flag_or_by_a_buffer():
+    given = operands()
+    flag = MoECTESpec("shard_on_i", shard_on_I=ShardOnIConfig(True))
+    out, gate_up, down = run(*given, spec=flag)
+    buffers = dict(
+        gate_up_activations_T=jnp.full_like(gate_up, jnp.nan),
+        down_activations=jnp.full_like(down, jnp.nan),
+    )
+    for spec in ("shard_on_i", "shard_on_block"):
+        same(run(*given, spec=spec, **buffers), (out, gate_up, down))
+    for name, stored in zip(buffers, (gate_up, down), strict=True):
+        same(run(*given, **{name: buffers[name]}), (out, stored))
+    # The affinity has multiplied what the down weight meets: no down is left.
+    on_i = dataclasses.replace(ON_I, checkpoint_activation=True)
+    same(run(*given, spec=MoECTESpec("shard_on_i", shard_on_I=on_i)), (out, gate_up))
+
+
+@pytest.mark.parametrize("scaling", ["POST_SCALE", "PRE_SCALE", "NO_SCALE"])
+def test_recomputing_gives_the_gradients_of_storing(scaling):
+    given = operands()
+
+    def loss(checkpoint):
+        def fun(*live):
+            settings = dict(expert_affinities_scaling_mode=scaling)
+            out = run(*live, checkpoint=checkpoint, **settings)
+            return jnp.sum(jnp.sin(out))
+
+        return jax.jit(jax.grad(fun, (0, 1, 2, 3)))
+
+    same(loss("recompute")(*given), loss("store")(*given))
+
+
+def test_the_trace_shows_what_storing_and_recomputing_cost():
+    given = operands()
+
+    def traced(checkpoint):
+        fun = lambda *live: jnp.sum(run(*live, checkpoint=checkpoint)[:T])  # noqa: E731
+        return neuronjax.trace(jax.grad(fun, (0, 1, 2, 3)), *given).rows
+
+    stored = 4 * len(EXPERTS) * B * (2 * D_FF + H)
+    for kept, again in zip(traced("store"), traced("recompute"), strict=True):
+        assert (kept.name, kept.count) == (again.name, 1)
+        assert kept.bytes == again.bytes + stored
+        assert 2 * again.flops == (3 if "Bwd" in kept.name else 2) * kept.flops
+    (row,) = neuronjax.trace(lambda *live: run(*live), *given).rows
+    assert row.bytes == traced("recompute")[0].bytes
+
+
+def test_float32_operands_are_not_rounded_unasked():
+    given = operands()
+    rounded = run(*given, compute_dtype="bfloat16")
+    error = np.abs(np.asarray(run(*given) - rounded)[:T]).max()
+    assert 1e-5 < error < 0.1
+    assert rounded.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "limit", [np.float64(0.5), np.float32(0.5), np.float16(0.5), 0.5]
+)
+def test_scalars_of_any_kind_leave_the_dtype(limit):
+    """R-48."""
+    given = operands("bfloat16")
+    wanted = run(*given, up_clamp_upper_limit=0.5, gate_clamp_upper_limit=0.5)
+    got = run(*given, up_clamp_upper_limit=limit, gate_clamp_upper_limit=limit)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), np.asarray(wanted, np.float32)
+    )
+    whole = run(*given, up_clamp_upper_limit=1, block_size=np.int64(B))
+    np.testing.assert_array_equal(
+        np.asarray(whole, np.float32),
+        np.asarray(run(*given, up_clamp_upper_limit=1.0), np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(token_position_to_id=[0, 2, 3, 6, 1, 4, 0, 1, 5, 5]), "got 6"),
+        (dict(token_position_to_id=[0, 2, 3, -1, 1, 4, 0, 1, 5, 5]), "got -1"),
+        (dict(block_to_expert=[0, 0, 1, 1, 3]), "got 3"),
+        (dict(block_to_expert=[-1, 0, 1, 1, 2]), "got -1"),
+        (dict(conditions=[1, 1, 0, 1, 0, 0]), "ones, those of the blocks in use"),
+        (dict(conditions=[2, 1, 1, 1, 0, 0]), "ones, those of the blocks in use"),
+    ],
+)
+def test_known_values_that_name_nothing_are_refused_and_traced_ones_serve_nobody(
+    change, words
+):
+    given = operands()
+    change = {key: np.asarray(x, np.int32) for key, x in change.items()}
+    with pytest.raises(ValueError, match=words):
+        run(*given, **change)
+    out = jax.jit(lambda live: run(*given, **live))(change)
+    assert np.isfinite(out).all()
+
+
+def test_an_id_of_minus_one_is_an_empty_slot_with_skip_token_alone():
+    hidden, affinity, gate_up, down = operands()
+    skip = SkipMode(skip_token=True)
+    ids = np.where(IDS == T, -1, IDS)
+    rows = hidden[:T], affinity[: T * E]
+    got = run(*rows, gate_up, down, token_position_to_id=ids, skip_dma=skip)
+    same(got, run(hidden, affinity, gate_up, down)[:T])
+    with pytest.raises(ValueError, match="-1 for an empty slot, got 5"):
+        run(*rows, gate_up, down, skip_dma=skip)
+
+
+def test_wide_ids_do_not_wrap_around():
+    given = operands()
+    with jax.enable_x64(True):
+        far = jnp.asarray(IDS, jnp.int64).at[0].add(2**32)
+        fun = jax.jit(lambda ids: run(*given, token_position_to_id=ids))
+        got = fun(far)
+    missing = IDS.copy()
+    missing[0] = T
+    same(got, run(*given, token_position_to_id=missing))
+
+
+def test_no_token_at_all_gives_an_empty_output():
+    hidden, affinity, gate_up, down = operands()
+    none = dict(token_position_to_id=IDS[:0], block_to_expert=EXPERTS[:0])
+    out = run(hidden[T:], affinity[T * E :], gate_up, down, **none)
+    assert out.shape == (1, H) and (np.asarray(out) == 0).all()
+
+
+def backward_call(spec="shard_on_i", **settings: Any):
+    """The arguments of the backward, and the gradients of the forward's vjp."""
+    given = operands()
+    d_out = jax.random.normal(jax.random.key(7), given[0].shape)
+    flag = MoECTESpec(spec, shard_on_I=ShardOnIConfig(True))
+    (_, gate_up, down), pull = jax.vjp(
+        lambda *live: run(*live, spec=flag, **settings), *given
+    )
+    wanted = pull((d_out, jnp.zeros_like(gate_up), jnp.zeros_like(down)))
+    call: dict[str, Any] = dict(
+        zip(
+            (
+                "hidden_states",
+                "expert_affinities_masked",
+                "gate_up_proj_weight",
+                "down_proj_weight",
+            ),
+            given,
+            strict=True,
+        ),
+        gate_up_proj_act_checkpoint_T=gate_up,
+        down_proj_act_checkpoint=down,
+        output_hidden_states_grad=d_out,
+        **lists(),
+    )
+    names = ("token_position_to_id", "block_to_expert", "block_size")
+    return call | {key: settings[key] for key in names if key in settings}, wanted
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *[dict(shard_option=option) for option in neuronjax.ShardOption],
+        dict(block_tile_size=1),
+        dict(block_tile_size=2),
+        dict(bias=True),
+    ],
+    ids=str,
+)
+def test_options_of_the_backward_keep_the_gradients(option):
+    call, wanted = backward_call()
+    same(neuronjax.blockwise_mm_bwd(**call, **option)[:4], wanted)
+
+
+def test_a_tile_of_slots_is_a_smaller_block():
+    call, _ = backward_call()
+    names = "gate_up_proj_act_checkpoint_T", "down_proj_act_checkpoint"
+    jaxpr = str(
+        jax.make_jaxpr(lambda: neuronjax.blockwise_mm_bwd(**call, block_tile_size=1))()
+    )
+    blocks, _, d_ff, size = call[names[0]].shape
+    assert f"f32[{blocks * size},2,{d_ff},1]" in jaxpr
+
+
+def test_dropping_reads_no_list_of_experts():
+    ids = np.asarray([0, 2, 3, 1, 4, 0, 5, 5, 5], np.int32)
+    settings = dict(block_size=3, token_position_to_id=ids)
+    call, wanted = backward_call(
+        "shard_on_i_dropping", block_to_expert=None, **settings
+    )
+    call |= dict(kernel_type_option="DROPPING")
+    same(neuronjax.blockwise_mm_bwd(**call), wanted)
+
+
+def test_affinities_on_the_intermediate_axis_have_their_own_backward():
+    given = operands()
+    d_out = jax.random.normal(jax.random.key(7), given[0].shape)
+    call, post_scale = backward_call()
+    out, pull = jax.vjp(
+        lambda *live: run(*live, spec=MoECTESpec("shard_on_i", shard_on_I=ON_I)), *given
+    )
+    same(out, run(*given))
+    wanted = pull(d_out)
+    same(wanted, post_scale)
+    call |= dict(down_proj_act_checkpoint=None, affinity_option="AFFINITY_ON_I")
+    same(neuronjax.blockwise_mm_bwd(**call), wanted)
+
+
+# What each core has a part of, by the axis that is split.
+PARTS = {
+    "SHARD_ON_HIDDEN": dict(
+        hidden_states=P(None, "lnc"),
+        gate_up_proj_weight=P(None, "lnc"),
+        down_proj_weight=P(None, None, "lnc"),
+        down_proj_act_checkpoint=P(None, None, "lnc"),
+        output_hidden_states_grad=P(None, "lnc"),
+    ),
+    "SHARD_ON_INTERMEDIATE": dict(
+        gate_up_proj_weight=P(None, None, None, "lnc"),
+        down_proj_weight=P(None, "lnc"),
+        gate_up_proj_act_checkpoint_T=P(None, None, "lnc"),
+    ),
+}
+
+
+@pytest.mark.parametrize("option", [*PARTS, "AUTO"])
+def test_a_shard_option_is_what_the_cores_have_parts_of(option):
+    call, wanted = backward_call()
+    parts = PARTS.get(option, PARTS["SHARD_ON_HIDDEN"])
+    arrays = {k: x for k, x in call.items() if k != "block_size"}
+    specs = {key: parts.get(key, P()) for key in arrays}
+    names = list(arrays)[:4]
+    mesh = jax.make_mesh((2,), ("lnc",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def local(live):
+        return neuronjax.blockwise_mm_bwd(
+            **live, block_size=B, shard_option=option, axis="lnc"
+        )
+
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=tuple(parts.get(name, P()) for name in names),
+    )
+    same(jax.jit(sharded)(arrays), wanted)
+
+
+def test_scales_come_as_a_record_or_a_mapping():
+    hidden, affinity, gate_up, down = operands()
+    fp8 = gate_up.astype(jnp.float8_e4m3), down.astype(jnp.float8_e4m3)
+    one = jnp.ones((1, 1, 2 * D_FF)), jnp.full((1, 1, H), 2.0)
+    record = neuronjax.QuantizationConfig(*one)
+    got = run(hidden, affinity, *fp8, quantization_config=record)
+    mapping = dict(gate_up_proj_scale=one[0], down_proj_scale=one[1])
+    same(run(hidden, affinity, *fp8, quantization_config=mapping), got)
+    jitted = jax.jit(lambda q: run(hidden, affinity, *fp8, quantization_config=q))
+    same(jitted(record), got)
+    wide = (w.astype(jnp.float32) for w in fp8)
+    same(got, 2 * run(hidden, affinity, *wide))
+    with pytest.raises(ValueError, match="must be bfloat16.* got float8_e4m3"):
+        run(hidden, affinity, *fp8)
