@@ -276,7 +276,7 @@ def _run(blocks: Any, operands: tuple, config: dict[str, Any]) -> tuple[Array, .
     count = len(Operands._fields)
     ops, given = Operands(*operands[:count]), Given(*operands[count:])
     opts, wrt = Options.of(config), config["grads"]
-    experts = experts_of(ops, opts)
+    experts = experts_of(ops, opts, is_static=blocks is expert_blocks_bwd_static)
     slots = slots_of(ops, opts, experts.acc)
     weights = tuple(key for key in wrt if key in WEIGHTS)
     found = blocks(ops, given, slots, experts, opts, weights)
@@ -303,7 +303,9 @@ def _like(grad: jax.Array, ops: Operands, key: str, experts: Any) -> jax.Array:
     """A gradient in the shape and dtype of its operand."""
     x = getattr(ops, key)
     if x is not None:
-        return grad.reshape(x.shape).astype(x.dtype)
+        # By "columns" that of the down weight is narrower than its operand.
+        shape = grad.shape if key == "down_w" else x.shape
+        return grad.reshape(shape).astype(x.dtype)
     if key == "gate_up_b":
         return grad.reshape(experts.count, 2, experts.d_ff)
     return grad

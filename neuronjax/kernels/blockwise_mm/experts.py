@@ -21,6 +21,7 @@ from neuronjax.kernels.blockwise_mm.operands import (
     sum_dtype,
 )
 from neuronjax.kernels.blockwise_mm.swiglu import gated
+from neuronjax.kernels.dtypes import is_differentiable
 
 
 class Expert(NamedTuple):
@@ -44,10 +45,13 @@ class Expert(NamedTuple):
 
 
 class Dense:
-    """Weights of floats: wide ones, or fp8 codes with scales."""
+    """Weights of floats: wide ones, or fp8 codes with scales.
 
-    def __init__(self, ops: Operands, opts: Options):
-        self.ops, self.opts = ops, opts
+    With `is_static` nothing that has a derivative is read as bits.
+    """
+
+    def __init__(self, ops: Operands, opts: Options, *, is_static: bool):
+        self.ops, self.opts, self.is_static = ops, opts, is_static
         self.factor, self.acc = factor_dtype(ops, opts), sum_dtype(ops)
         self.count, self.d_ff = ops.gate_up_w.shape[0], ops.down_w.shape[1]
 
@@ -62,10 +66,14 @@ class Dense:
             part = lax.dynamic_index_in_dim(x, at, keepdims=False)
             return part.reshape(-1).astype(self.acc)
 
-        gate_up = take(ops.gate_up_w, index)
+        def weight(w: jax.Array) -> jax.Array:
+            if self.is_static and is_differentiable(w.dtype):
+                return lax.dynamic_index_in_dim(w, index, keepdims=False)
+            return take(w, index)
+
         return Expert(
-            lax.collapse(gate_up, 1).astype(self.factor),
-            take(ops.down_w, index).astype(self.factor),
+            lax.collapse(weight(ops.gate_up_w), 1).astype(self.factor),
+            weight(ops.down_w).astype(self.factor),
             *map(row, (ops.gate_up_b, ops.down_b)),
             *map(row, (ops.gate_up_scale, ops.down_scale)),
         )
@@ -115,6 +123,6 @@ def _scaled(y: jax.Array, scale: Option) -> jax.Array:
     return y if scale is None else y * scale.astype(y.dtype)
 
 
-def experts_of(ops: Operands, opts: Options) -> Any:
+def experts_of(ops: Operands, opts: Options, *, is_static: bool = False) -> Any:
     """The experts in the form of their weights."""
-    return Dense(ops, opts)
+    return Dense(ops, opts, is_static=is_static)

@@ -164,7 +164,7 @@ def blockwise_mm_static(*operands: Any, name: str, **config: Any) -> tuple[Array
 
 
 def _run(blocks: Any, ops: Operands, opts: Options) -> tuple[Array, ...]:
-    experts = experts_of(ops, opts)
+    experts = experts_of(ops, opts, is_static=blocks is expert_blocks_static)
     slots = slots_of(ops, opts, experts.acc)
     out, *stored = blocks(ops.hidden, slots, experts, opts)
     return out.astype(ops.hidden.dtype), *stored
