@@ -20,6 +20,7 @@ from neuronjax.primitives.blockwise_mm.facts import (
 from neuronjax.primitives.blockwise_mm.rules import row, told
 from neuronjax.primitives.blockwise_mm.spec import (
     DROPPING,
+    HYBRID,
     ON_BLOCKS,
     MoECTESpec,
     ShardOnBlockConfig,
@@ -103,6 +104,18 @@ row(
     functions=(CTE,),
     example=arguments(
         spec=MoECTESpec("shard_on_block", shard_on_I=ShardOnIConfig(True))
+    ),
+)
+
+row(
+    "static_blocks",
+    "num_static_block is for hybrid implementations, got {impl_name}",
+    lambda c: (
+        c.impl not in HYBRID and on_intermediate_of(c).num_static_block is not None
+    ),
+    functions=(CTE,),
+    example=arguments(
+        spec=MoECTESpec("shard_on_i", shard_on_I=ShardOnIConfig(num_static_block=1))
     ),
 )
 
