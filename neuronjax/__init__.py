@@ -45,6 +45,7 @@ from neuronjax.primitives.blockwise_mm.spec import ShardOnIConfig as ShardOnICon
 from neuronjax.primitives.blockwise_mm.spec import SkipMode as SkipMode
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.cumsum import cumsum as cumsum
+from neuronjax.primitives.expert_mlps import moe_tkg as moe_tkg
 from neuronjax.primitives.indices import (
     dynamic_elementwise_add as dynamic_elementwise_add,
 )

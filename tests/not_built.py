@@ -51,7 +51,7 @@ REST = "convolutions and the loss are not built yet"
 
 
 TABLE = [
-    *_whole(EXPERTS, "moe_tkg", "moe_block_tkg"),
+    *_whole(EXPERTS, "moe_block_tkg"),
     *_whole(MESH, "allgather_compute_matmul", "fine_grained_allgather"),
     *_whole(MESH, "allgather_sb2sb", "allgather_sb2sb_tiled", "all_reduce"),
     *_whole(MESH, "all_to_all", "attn_q_batch_shard", "transformer_tkg"),

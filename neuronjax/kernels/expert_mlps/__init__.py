@@ -1,0 +1,1 @@
+"""Feed-forward experts of a decode step, over the block loop of `blockwise_mm`."""

@@ -1,0 +1,110 @@
+"""Feed-forward experts of a decode step, on the block loop of `blockwise_mm`.
+
+    y_e = (act(clamp(x @ gate_e + gate_b_e)) * clamp(x @ up_e + up_b_e)) @ down_e + b_e
+
+    all experts    out[t] = sum over local e of a[t, e] * y_e(x_t)
+    selective      out[t] = sum over k of a[t, index[t, k]] * y_{index[t, k]}(x_t)
+
+aws-neuron/nki-library, `core/moe/moe_tkg`. Without scaling every `a` is 1. Sums are
+float32, or float64 where an operand is, and rounded once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from neuronjax.kernels.blockwise_mm import forward
+from neuronjax.kernels.blockwise_mm import operands as blocks
+from neuronjax.kernels.blockwise_mm.experts import experts_of
+from neuronjax.kernels.blockwise_mm.slots import slots_of
+from neuronjax.kernels.expert_mlps.operands import Operands, Options
+from neuronjax.kernels.expert_mlps.pairs import (
+    Blocks,
+    active_pairs,
+    all_pairs,
+    block_size_of,
+    local_affinities,
+    local_index,
+    sorted_pairs,
+)
+from neuronjax.kernels.expert_mlps.tiles import retiled, untiled
+from neuronjax.kernels.shard_common import uniform
+
+_SHARED = ("activation", "scaling", "quantization", "weight_format")
+_LIMITS = tuple(
+    f"{side}_clamp_{end}_limit" for side in ("gate", "up") for end in ("upper", "lower")
+)
+
+
+def expert_mlps_fwd(*operands: Any, name: str, **config: Any) -> tuple[jax.Array]:
+    """Returns `(out [T, H],)`, in `out_dtype` or the dtype of `hidden`."""
+    return _run(forward.expert_blocks_fwd, Operands(*operands), Options.of(config))
+
+
+def expert_mlps_static(*operands: Any, name: str, **config: Any) -> tuple[jax.Array]:
+    """`expert_mlps_fwd` with static loop bounds."""
+    return _run(forward.expert_blocks_static, Operands(*operands), Options.of(config))
+
+
+def _run(loop: Any, ops: Operands, opts: Options) -> tuple[jax.Array]:
+    ops = untiled(ops) if opts.is_tiled else ops
+    of_blocks, config = block_operands(ops, opts)
+    bag = blocks.Options.of(config)
+    experts = experts_of(of_blocks, bag)
+    slots = slots_of(of_blocks, bag, experts.acc)
+    (out,) = loop(of_blocks.hidden, slots, experts, bag)
+    out = out.astype(opts.out_dtype or ops.hidden.dtype)
+    return (retiled(out) if opts.is_tiled else out,)
+
+
+def block_operands(
+    ops: Operands, opts: Options
+) -> tuple[blocks.Operands, dict[str, Any]]:
+    """The operands and the config with which `BlockwiseMM` computes the same."""
+    tokens, num_experts = ops.hidden.shape[0], ops.gate_up_w.shape[0]
+    table = _affinities(ops, opts)
+    (token_id, block_expert), block_size = _blocks(ops, opts, table)
+    shared = {key: getattr(opts, key) for key in (*_SHARED, *_LIMITS)}
+    config = dict(shared, block_size=block_size, skip_token=True)
+    # Nothing is stored for the backward: the time of a decode step is its own.
+    config |= dict(checkpoint="recompute", returned=False)
+    found = blocks.Operands(
+        hidden=ops.hidden,
+        affinity=table.reshape(tokens * num_experts, 1),
+        gate_up_w=ops.gate_up_w,
+        down_w=ops.down_w,
+        token_id=token_id,
+        block_expert=block_expert,
+        gate_up_b=ops.gate_up_b,
+        down_b=ops.down_b,
+        gate_up_scale=_scale_row(ops.gate_up_scale, opts),
+        down_scale=_scale_row(ops.down_scale, opts),
+    )
+    return found, config
+
+
+def _affinities(ops: Operands, opts: Options) -> jax.Array:
+    """Those of the local experts, `[T, E]`; without scaling they are not read."""
+    if opts.is_scaled:
+        return local_affinities(ops, opts)
+    shape = ops.hidden.shape[0], ops.gate_up_w.shape[0]
+    return uniform(jnp.zeros(shape, jnp.float32), ops.hidden)[0]
+
+
+def _blocks(ops: Operands, opts: Options, table: jax.Array) -> tuple[Blocks, Any]:
+    """The blocks, and how many slots each has."""
+    tokens, num_experts = table.shape
+    if not opts.all_experts:
+        size = block_size_of(tokens, ops.index.shape[1], num_experts)
+        return sorted_pairs(local_index(ops), num_experts, size), size
+    if opts.block_size is None or not opts.is_scaled:
+        return all_pairs(num_experts, tokens), tokens
+    return active_pairs(table != 0, opts.block_size), opts.block_size
+
+
+def _scale_row(scale: Any, opts: Options) -> Any:
+    """The scales of an expert's columns as one row, `[E, 1, columns]`."""
+    if scale is None or opts.quantization != "ROW":
+        return scale
+    return scale.reshape(scale.shape[0], 1, -1)

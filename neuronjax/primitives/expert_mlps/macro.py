@@ -1,0 +1,104 @@
+"""The macro `ExpertMLPs`; its output carries the checkpoint name `expert_mlps_out`.
+
+Its backward is that of the blockwise experts, `BlockwiseMMBwd`, on the same blocks: it
+computes what the forward did not store.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from neuronjax.kernels.dtypes import is_differentiable
+from neuronjax.kernels.expert_mlps.leaf import (
+    block_operands,
+    expert_mlps_fwd,
+    expert_mlps_static,
+)
+from neuronjax.kernels.expert_mlps.operands import (
+    OUT_AXIS,
+    TILE_AXES,
+    Operands,
+    Options,
+)
+from neuronjax.kernels.expert_mlps.pairs import local_affinities
+from neuronjax.kernels.expert_mlps.plain import expert_mlps_plain
+from neuronjax.kernels.expert_mlps.tiles import retiled, untile, untiled
+from neuronjax.primitives.blockwise_mm.macro import blockwise_mm_bwd, live_operands
+from neuronjax.primitives.blockwise_mm.names import BACKWARD
+from neuronjax.primitives.expert_mlps.example import NAME, VARIANTS, example
+from neuronjax.primitives.macro import MacroFamily
+
+_DIVIDED = (
+    "tokens are sorted by expert, whatever device they lie on: divide them with "
+    "shard_map"
+)
+
+
+def _emit_backward(operands, outs, cotangents, *, name, **config):
+    # A token of affinity 0 gives the affinity a gradient: none is left out here.
+    opts = Options.of(config)._replace(block_size=None)
+    given = Operands(*operands)
+    ops, (d_out,) = (untiled(given) if opts.is_tiled else given), cotangents
+    d_out = untile(d_out, OUT_AXIS) if opts.is_tiled else d_out
+    of_blocks, bag = block_operands(ops, opts)
+    live = live_operands(of_blocks)
+    found = blockwise_mm_bwd(
+        *(*of_blocks, None, None, d_out, None, None), name=BACKWARD, grads=live, **bag
+    )
+    grads = dict(zip(live, found, strict=True))
+    if opts.is_scaled:
+        grads["affinities"] = _d_affinities(grads["affinity"], ops, opts)
+    return tuple(
+        _gradient(key, grads, x, opts.is_tiled) for key, x in given._asdict().items()
+    )
+
+
+def _d_affinities(d_local: jax.Array, ops: Operands, opts: Options) -> jax.Array:
+    """The cotangent of all experts' affinities from that of the local ones."""
+
+    def local(table: jax.Array) -> jax.Array:
+        return local_affinities(ops._replace(affinities=table), opts)
+
+    table, pull = jax.vjp(local, ops.affinities)
+    return pull(d_local.reshape(table.shape))[0]
+
+
+def _gradient(key: str, grads: dict[str, Any], x: Any, is_tiled: bool) -> Any:
+    """Zeros for a constant; nothing for what is absent, integer or fp8."""
+    if x is None or not is_differentiable(x.dtype):
+        return None
+    if key not in grads:
+        return jnp.zeros_like(x)
+    return retiled(grads[key], TILE_AXES[key]) if is_tiled else grads[key]
+
+
+def _of_whole_tokens(leaf: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`leaf`, which refuses tokens that an explicit mesh divides."""
+
+    @functools.wraps(leaf)
+    def checked(*operands: Any, **config: Any) -> tuple:
+        arrays = (x for x in operands if x is not None)
+        specs = [jax.typeof(x).sharding.spec for x in arrays]
+        if any(axis is not None for spec in specs for axis in spec):
+            raise NotImplementedError(f"{NAME}: {_DIVIDED}")
+        return leaf(*operands, **config)
+
+    return checked
+
+
+expert_mlps = MacroFamily(
+    "expert_mlps",
+    (NAME,),
+    _of_whole_tokens(expert_mlps_fwd),
+    plain=expert_mlps_plain,
+    outputs=("out",),
+    backward=_emit_backward,
+    static=_of_whole_tokens(expert_mlps_static),
+    tangent_leaf=_of_whole_tokens(expert_mlps_static),
+    example=example,
+    variants=VARIANTS,
+    refuses={"explicit sharding": _DIVIDED},
+)
