@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ class Case:
         return self.blocks or most_blocks(pairs, self.experts, self.block)
 
     @property
-    def settings(self):
+    def settings(self) -> dict[str, Any]:
         """The options of the call, as the reference reads them."""
         return dict(
             block_size=self.block,
@@ -134,9 +135,27 @@ def spec_of(implementation, settings):
         for name in ("checkpoint_activation", "expert_affinity_multiply_on_I")
         if name in settings
     }
-    return neuronjax.MoECTESpec(
-        implementation=implementation, shard_on_I=neuronjax.ShardOnIConfig(**inner)
-    )
+    config = neuronjax.ShardOnIConfig(**inner) if inner else None
+    return neuronjax.MoECTESpec(implementation, shard_on_I=config)
+
+
+ALL = tuple(CLAMPS.values())
+CASES = dict(
+    plain=Case(),
+    clamps=Case(bias=True, clamps=ALL, activation="Swish"),
+    one_sided=Case(bias=True, clamps=(0.375, None, None, -0.25), skip_token=True),
+    gelu=Case(activation="GELU", clamps=(None, None, 0.5, None), tokens=1, k=1),
+    gelu_tanh=Case(activation="GELU_Tanh_Approx", experts=1, k=1, skip_token=True),
+    pre_scale=Case(scaling="PRE_SCALE", bias=True, clamps=ALL),
+    pre_scale_delayed=Case(scaling="PRE_SCALE_DELAYED", implementation="shard_on_i"),
+    no_scale=Case(scaling="NO_SCALE", bias=True, skip_token=True),
+    more_choices_than_experts=Case(experts=2, k=4, bias=True, activation="Swish"),
+    odd_sizes=Case(tokens=13, experts=5, k=3, block=3, width=7, inner=5, blocks=17),
+    many_experts=Case(tokens=3, experts=24, k=2, block=2, skip_token=True),
+    slots_of_one=Case(tokens=5, block=1, bias=True),
+    overwrite=Case(accumulate=False, clamps=ALL),
+    overwrite_one=Case(accumulate=False, k=1, skip_token=True, scaling="NO_SCALE"),
+)
 
 
 def formula(case, floats, ids, experts):
@@ -189,18 +208,15 @@ def _is_last(ids):
 def program(case, options=()):
     """Outputs and gradients of `(floats, rest, cotangents)`, compiled once.
 
-    Without stored checkpoints in the outputs the first cotangent alone counts.
+    Without stored checkpoints in the outputs the first cotangent alone counts. The
+    `options` are pairs for the call, or "formula" for the plain formula.
     """
-    return _both(lambda floats, rest: case.call(floats, rest, **dict(options)))
 
+    def fun(floats, rest):
+        if options == "formula":
+            return case.formula(floats, rest)
+        return case.call(floats, rest, **dict(options))
 
-@functools.cache
-def plain_program(case):
-    """The same of the plain formula; in float64 if the operands are."""
-    return _both(case.formula)
-
-
-def _both(fun):
     @jax.jit
     def run(floats, rest, cotangents):
         outs, pull = jax.vjp(lambda floats: fun(floats, rest), floats)
@@ -216,7 +232,7 @@ def exact(case, floats, rest, cotangents):
     """Outputs and gradients of the plain formula in float64."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (floats, cotangents))
-        outs, grads = plain_program(case)(wide[0], rest, wide[1])
+        outs, grads = program(case, "formula")(wide[0], rest, wide[1])
     return jax.tree.map(np.asarray, (outs, grads))
 
 

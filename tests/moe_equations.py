@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.mx_equations import rounded_rows
+from tests.mx_equations import rounded_rows, saturated_rows
 
 PRE = "PRE_SCALE", "PRE_SCALE_DELAYED"
 # Arguments with a gradient, in the order in which the backward returns them.
@@ -45,7 +45,8 @@ class Moe:
     """The blocks of one call. `mx` rounds activations to block-scaled `float8_e4m3fn`.
 
     With `mx` the weights are the values that their containers hold, in the plain
-    layouts `[E, H, 2, I]` and `[E, I, H]`.
+    layouts `[E, H, 2, I]` and `[E, I, H]`; a gradient goes straight through rounding,
+    except where a value saturates.
     """
 
     def __init__(self, call, mx=False):
@@ -179,6 +180,10 @@ class Moe:
             if self.call.get(name) is not None
         }
 
+    def _free(self, x, order):
+        """Where a gradient passes the rounding of `x`."""
+        return ~saturated_rows(x, order) if self.mx else 1
+
     def _slot(self, total, t, e, d, stored, y, d_stored, d_y):
         """Adds what one slot gives to the gradients."""
         place = t * self.experts + e, 0
@@ -190,7 +195,7 @@ class Moe:
         d_y = d_y + d
         value, slope = act(stored[0], self.kind)
         m = value * stored[1]
-        d_m = self.down[e] @ (self.down_scale[e] * d_y)
+        d_m = self.down[e] @ (self.down_scale[e] * d_y) * self._free(m, "intermediate")
         upper, lower = self.limits()
         inside = (lower < stored) & (stored < upper)
         d_z = (d_stored + np.stack([d_m * stored[1] * slope, d_m * value])) * inside
@@ -202,7 +207,7 @@ class Moe:
         total["gate_and_up_proj_bias"][e] += d_z
         product = np.einsum("h,hci->ci", x, self.gate_up[e])
         total["gate_up_proj_scale"][e] += d_z * product
-        d_x = np.einsum("hci,ci->h", self.gate_up[e], d_p)
+        d_x = np.einsum("hci,ci->h", self.gate_up[e], d_p) * self._free(x, "hidden")
         if pre:
             total["expert_affinities_masked"][place] += d_x @ self.x[t]
             d_x = a * d_x

@@ -4,21 +4,11 @@ import numpy as np
 import pytest
 
 from tests.adapters import within
-from tests.moe_case import CLAMPS, Case, compare, exact, stored_cases
+from tests.moe_case import CASES, Case, compare, exact, stored_cases
 from tests.moe_equations import FLOATS, Moe, most_blocks, slots_of
 
 FORWARD = {name: rest for name, *rest in stored_cases("moe")}
 BACKWARD = {name: rest for name, *rest in stored_cases("moe_backward")}
-ALL = tuple(CLAMPS.values())
-CASES = dict(
-    plain=Case(),
-    skip_token=Case(skip_token=True, experts=1, tokens=9),
-    clamps=Case(bias=True, clamps=ALL, activation="Swish"),
-    one_sided=Case(bias=True, clamps=(0.375, None, None, -0.25), activation="GELU"),
-    pre_scale=Case(scaling="PRE_SCALE", bias=True, activation="GELU_Tanh_Approx"),
-    no_scale=Case(scaling="NO_SCALE", bias=True, k=4, experts=3),
-    overwrite=Case(accumulate=False, clamps=ALL),
-)
 
 
 def _call(inputs, options):

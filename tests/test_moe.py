@@ -1,0 +1,383 @@
+"""`moe_cte` against the float64 equations: every mode, padding and size."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import neuronjax
+from tests.moe_case import CASES, CLAMPS, Case, compare, program
+from tests.moe_equations import Moe
+from tests.moe_mx import Block
+
+STORED = (("checkpoint_activation", True),)
+IMPLEMENTATIONS = ("shard_on_block", "shard_on_i", "shard_on_i_hybrid")
+
+
+def _operands(case, dtype="float32", seed=0):
+    index = case.index(seed)
+    return case.floats(index, dtype, seed), case.routed(index)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_follow_the_equations(name):
+    """The output, both checkpoints, and what the cotangents of all three give."""
+    case = CASES[name]
+    floats, rest = _operands(case)
+    cotangents = case.filled(rest, case.cotangents())
+    outs, grads = program(case, STORED)(floats, rest, cotangents)
+    assert [x.dtype for x in outs] == ["float32"] * 3
+    moe = Moe(floats | rest | case.settings)
+    compare(outs, moe.outputs(), 1e-5)
+    d_out, d_gate_up, d_down = cotangents
+    compare(grads, moe.gradients(d_out, None, None, d_gate_up, d_down), 1e-5)
+
+
+def test_float64_stays_float64():
+    case = CASES["clamps"]
+    with jax.enable_x64(True):
+        floats, rest = _operands(case, "float64")
+        got = jax.jit(case.stored)(floats, rest)
+    assert {x.dtype for x in got} == {jnp.dtype("float64")}
+    compare(got, Moe(floats | rest | case.settings).outputs(), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["clamps", "pre_scale", "no_scale"])
+def test_bfloat16_errs_at_most_twice_as_much_as_plain(name):
+    """Outputs, checkpoints and gradients; the plain formula is bfloat16 throughout."""
+    case = CASES[name]
+    floats, rest = _operands(case, "bfloat16")
+    cotangents = case.filled(rest, case.cotangents("bfloat16"))
+    got = program(case, STORED)(floats, rest, cotangents)
+    plain = program(case, "formula")(floats, rest, cotangents)
+    moe = Moe(floats | rest | case.settings)
+    d_out, d_gate_up, d_down = cotangents
+    grads = moe.gradients(d_out, None, None, d_gate_up, d_down)
+    wanted = moe.outputs(), {n: grads[n] for n in sorted(grads)}
+    for (path, a), b, c in zip(
+        jax.tree.leaves_with_path(got), *map(jax.tree.leaves, (plain, wanted)),
+        strict=True,
+    ):  # fmt: skip
+        assert a.dtype == jnp.bfloat16
+        a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+        errors = [np.sqrt(np.mean((x - c) ** 2)) for x in (a, b)]
+        assert errors[0] <= 2 * errors[1] + 1e-6, (path, errors)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3", "float8_e4m3fn"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_fp8_weights_and_their_scales(name, shared):
+    """One row of scales for each expert, or one for all; gate first."""
+    case = Case(bias=True, activation="Swish", clamps=CASES["clamps"].clamps)
+    floats, rest = _operands(case)
+    rng = np.random.default_rng(3)
+    kind, lead = getattr(ml_dtypes, name), 1 if shared else case.experts
+    for key in ("gate_up_proj_weight", "down_proj_weight"):
+        floats[key] = jnp.asarray(np.asarray(floats[key]).astype(kind))
+    widths = dict(gate_up_proj_scale=2 * case.inner, down_proj_scale=case.width)
+    scales = {
+        key: jnp.asarray(rng.uniform(0.5, 2, (lead, 1, n)), jnp.float32)
+        for key, n in widths.items()
+    }
+    floats = {n: x for n, x in floats.items() if x.dtype == jnp.float32} | {
+        n: x for n, x in floats.items() if x.dtype != jnp.float32
+    }
+    got = jax.jit(case.stored)(floats, rest | dict(quantization_config=scales))
+    compare(got, Moe(floats | rest | scales | case.settings).outputs(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "inner", "implementation"),
+    [
+        ("float4_e2m1fn", 512, 24, "shard_on_block_mx"),
+        ("float8_e4m3fn", 512, 90, "shard_on_i_mx"),
+        ("float8_e5m2", 1024, 520, "shard_on_i_mx_hybrid"),
+    ],
+)
+def test_block_scaled_weights(name, width, inner, implementation):
+    """Hidden states and intermediates are rounded as the matrix product rounds them."""
+    block = Block(name, width, inner, implementation)
+    got, wanted = block.run(), block.reference().outputs()[0]
+    # A value at a boundary may round the other way: one step of one of many.
+    assert np.abs(got - wanted).max() <= 2e-3 * np.abs(wanted).max()
+    assert np.median(np.abs(got - wanted)) <= 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_implementation_computes_the_same(implementation):
+    case = Case(bias=True, implementation=implementation)
+    floats, rest = _operands(case)
+    conditions = np.ones(case.count + 1, np.int32)
+    if implementation == "shard_on_i_hybrid":
+        rest["conditions"] = conditions
+    got = jax.jit(case.call)(floats, rest)
+    compare(got, Moe(floats | rest | case.settings).outputs()[0], 1e-5)
+
+
+def test_dropping_has_one_block_for_each_expert_and_always_its_checkpoints():
+    case = Case(bias=True, implementation="shard_on_i_dropping", blocks=3)
+    index = case.index()
+    ids = [np.flatnonzero((index == e).any(1))[:4] for e in range(3)]
+    ids = [np.pad(x, (0, 4 - len(x)), constant_values=11) for x in ids]
+    rest = dict(
+        token_position_to_id=np.concatenate(ids).astype(np.int32),
+        block_to_expert=np.arange(3, dtype=np.int32),
+    )
+    floats = case.floats(index)
+    got = jax.jit(case.call)(floats, rest)
+    compare(got, Moe(floats | rest | case.settings).outputs(), 1e-5)
+
+
+@pytest.mark.parametrize("active", [0, 3, 7])
+def test_blocks_from_the_first_0_of_the_conditions_on_are_left_out(active):
+    case = Case(
+        bias=True, implementation="shard_on_i_hybrid", blocks=8, skip_token=True
+    )
+    floats, rest = _operands(case)
+    conditions = np.arange(9) < active
+    conditions[-2:] = True  # after a 0 nothing counts
+    rest["conditions"] = conditions.astype(np.int32)
+    compare(
+        jax.jit(case.stored)(floats, rest),
+        Moe(floats | rest | case.settings).outputs(),
+        1e-5,
+    )
+
+
+def test_a_caller_that_brings_buffers_gets_the_checkpoints():
+    case = CASES["clamps"]
+    floats, rest = _operands(case)
+    wanted = case.stored(floats, rest)
+    out, gate_up, down = map(jnp.zeros_like, wanted)
+    got = case.call(floats, rest, gate_up_activations_T=gate_up, down_activations=down)
+    compare(got, wanted, 1e-6)
+    got = case.call(floats, rest, gate_up_activations_T=gate_up)
+    compare(got, wanted[:2], 1e-6)
+
+
+def test_affinities_may_multiply_the_intermediate():
+    """Without biases the same values; the down products then carry the affinity."""
+    case, on = Case(), dict(expert_affinity_multiply_on_I=True)
+    floats, rest = _operands(case)
+    wanted = case.stored(floats, rest)
+    compare(case.call(floats, rest, **on), wanted[0], 1e-5)
+    compare(case.stored(floats, rest, **on), wanted[:2], 1e-5)
+
+
+def test_the_experimental_entry_computes_the_same():
+    """`blockwise_mm_baseline_shard_hidden`, with and without buffers."""
+    case = Case()
+    floats, rest = _operands(case)
+    rest["block_to_expert"] = rest["block_to_expert"][:, None]
+    wanted = Moe(floats | rest | case.settings).outputs()
+    call = dict(**floats, **rest, block_size=4, skip_dma=neuronjax.SkipMode())
+    entry = neuronjax.blockwise_mm_baseline_shard_hidden
+    compare(entry(**call), wanted[0], 1e-5)
+    _, gate_up, down = (jnp.zeros(x.shape, "float32") for x in wanted)
+    got = entry(**call, gate_up_activations_T=gate_up, down_activations=down)
+    compare(got, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("skip_token", [False, True])
+def test_no_tokens(skip_token):
+    """R-37: results are empty or zero, and so are the gradients."""
+    case = Case(tokens=0, blocks=2, bias=True, skip_token=skip_token)
+    floats, rest = _operands(case)
+    outs, grads = program(case, STORED)(floats, rest, case.cotangents())
+    assert outs[0].shape == (case.rows, 8)
+    assert not any(np.asarray(x).any() for x in (*outs, *grads.values()))
+
+
+def test_empty_experts_and_groups():
+    """R-37: products with `arange(12)` of rows of ones, and their weight's gradient.
+
+    Swish of a gate of 64 is 64 in float32; times an up of 1/64 it is 1.
+    """
+    index = np.array([[0], [0], [0], [2]])
+    bias = jnp.broadcast_to(jnp.array([[64.0], [1 / 64]], "float32"), (3, 2, 2))
+
+    @jax.jit
+    def run(down):
+        blocks = neuronjax.route_to_blocks(jnp.asarray(index, "int32"), 3, 2)
+        return neuronjax.moe_cte(
+            jnp.ones((5, 2), "float32"),
+            jnp.ones((15, 1), "float32"),
+            jnp.zeros((3, 2, 2, 2), "float32"),
+            down,
+            blocks.token_position_to_id,
+            blocks.block_to_expert,
+            2,
+            neuronjax.MoECTESpec("shard_on_i"),
+            gate_and_up_proj_bias=bias,
+            activation_function="Swish",
+        )[:4]
+
+    out, pull = jax.vjp(run, jnp.arange(12, dtype="float32").reshape(3, 2, 2))
+    assert out.tolist() == [[2, 4], [2, 4], [2, 4], [18, 20]]
+    (grad,) = pull(jnp.ones_like(out))
+    assert grad.tolist() == [[[n] * 2] * 2 for n in (3, 0, 1)]
+
+
+@pytest.mark.parametrize("skip_token", [False, True])
+def test_padding_takes_no_capacity(skip_token):
+    """R-38: two padding tokens stand before two real ones that want the same expert."""
+    mask = jnp.array([False, False, True, True])
+    index = jnp.zeros((4, 1), "int32")
+    case = Case(
+        tokens=4, experts=2, k=1, block=2, blocks=2, skip_token=skip_token,
+        implementation="shard_on_i_dropping",
+    )  # fmt: skip
+    floats = case.floats(np.zeros((4, 1), int))
+    wanted = case.routed(np.array([[2], [2], [0], [0]]))
+    wanted = Moe(floats | wanted | case.settings).outputs()[0]
+    assert wanted[2:4].all() and not wanted[:2].any()
+    padded = jnp.where(mask[:, None], index, 2)
+
+    @jax.jit
+    def run(index, mask):
+        ids, experts, *_ = neuronjax.route_to_blocks(
+            index, 2, 2, capacity=2, skip_token=skip_token, token_mask=mask
+        )
+        rest = dict(token_position_to_id=ids, block_to_expert=experts)
+        return case.call(floats, rest)[0]
+
+    compare(run(index, mask), wanted, 1e-5)
+    compare(run(padded, jnp.ones(4, bool)), wanted, 1e-5)
+
+
+def test_traced_and_known_operands_give_one_result():
+    """R-42: eager, under jit, and mapped over leading axes as one macro."""
+    case = CASES["clamps"]
+    floats, rest = _operands(case)
+    wanted = case.stored(floats, rest)
+    compare(jax.jit(case.stored)(floats, rest), wanted, 1e-6)
+    twice = {n: jnp.stack([x, 2 * x]) for n, x in floats.items()}
+    other = case.routed(case.index(4))
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), rest, other)
+    mapped = jax.vmap(case.stored)
+    got = mapped(twice, both)
+    compare(jax.tree.map(lambda x: x[0], got), wanted, 1e-6)
+    second = case.stored({n: x[1] for n, x in twice.items()}, other)
+    compare(jax.tree.map(lambda x: x[1], got), second, 1e-6)
+    assert neuronjax.trace(mapped, twice, both).count("BlockwiseMM") == 1
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_named_residuals_let_remat_run_the_forward_once(stored):
+    """R-46, R-12: the names of the docstring; equal gradients without them."""
+    case = CASES["clamps"]
+    floats, rest = _operands(case)
+    names = [f"blockwise_mm_{n}" for n in ("out", "gate_up", "down")]
+    assert all(f"`{name}`" in str(neuronjax.moe_cte.__doc__) for name in names)
+
+    def loss(floats):
+        outs = (case.stored if stored else case.call)(floats, rest)
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(outs))
+
+    for saved, count in ((names, 1), ((), 2)):
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+        again = jax.grad(jax.checkpoint(loss, policy=policy))
+        traced = neuronjax.trace(again, floats)
+        assert traced.count("BlockwiseMM") == count, traced
+        assert traced.count("BlockwiseMMBwd") == 1, traced
+    compare(jax.jit(again)(floats), jax.jit(jax.grad(loss))(floats), 1e-6)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    dict(checkpoint_activation=True),
+    dict(checkpoint_activation=True, expert_affinity_multiply_on_I=True),
+    dict(checkpoint="recompute"),
+])  # fmt: skip
+def test_every_rule_has_one_structure(options):
+    """R-47: abstract evaluation, call, plain, vmap, forward of a gradient."""
+    case = Case(skip_token=True)
+    floats, rest = _operands(case)
+
+    def run(floats):
+        return case.call(floats, rest, **options)
+
+    def form(tree):
+        return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+    wanted = form(jax.eval_shape(run, floats))
+    with neuronjax.plain():
+        plain = jax.eval_shape(run, floats)
+    lifted = jax.tree.map(lambda x: x[None], floats)
+    mapped = jax.tree.map(lambda x: x[0], jax.vmap(run)(lifted))
+    pushed = jax.eval_shape(lambda x: jax.jvp(run, (x,), (x,)), floats)
+    forward = jax.eval_shape(lambda x: jax.vjp(run, x)[0], floats)
+    for tree in (jax.jit(run)(floats), plain, mapped, *pushed, forward):
+        assert form(tree) == wanted
+    grads = jax.eval_shape(lambda x: jax.vjp(run, x)[1](run(x))[0], floats)
+    assert form(grads) == form(floats)
+
+
+def test_limits_that_the_dtype_does_not_hold_still_stop_the_gradient():
+    """In bfloat16 a limit of 0.3 is 0.30078: a stored value equals that."""
+    case = Case(clamps=(0.3, -0.3, 0.3, -0.3))
+    floats, rest = _operands(case, "bfloat16")
+    big = {n: x * 9 if n == "gate_up_proj_weight" else x for n, x in floats.items()}
+    cotangents = case.cotangents("bfloat16")
+    d_out = cotangents[0]
+    outs, grads = program(case, STORED)(
+        big, rest, (d_out, *map(jnp.zeros_like, cotangents[1:]))
+    )
+    limit = np.float64(jnp.bfloat16(0.3))
+    assert np.abs(np.asarray(outs[1], np.float64)).max() == limit
+    wanted = Moe(big | rest | case.settings).gradients(d_out, *outs[1:])
+    compare(grads, {n: wanted[n] for n in grads}, 2e-2)
+
+
+def test_a_narrower_compute_dtype_rounds_and_the_result_keeps_its_own():
+    case = Case(bias=True)
+    floats, rest = _operands(case)
+    wanted = Moe(floats | rest | case.settings).outputs()[0]
+    wide, got = (
+        jax.jit(functools.partial(case.call, compute_dtype=kind))(floats, rest)
+        for kind in ("float32", "bfloat16")
+    )
+    assert got.dtype == jnp.float32
+    narrow = {n: x.astype("bfloat16") for n, x in floats.items()}
+    plain = jax.jit(case.formula)(narrow, rest)[0]
+    errors = [np.abs(np.float64(x) - wanted).max() for x in (got, plain)]
+    assert 0 < errors[0] <= 2 * errors[1]
+    compare(wide, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_no_form_of_a_limit_changes_the_dtype(x64):
+    """R-48: Python and NumPy numbers; one program."""
+    with jax.enable_x64(x64):
+        case = Case()
+        floats, rest = _operands(case, "bfloat16")
+        texts = set()
+        for form in (float, int, np.float64, np.float32):
+            limits = {
+                name: form(n) for name, n in zip(CLAMPS, (2, -2, 1, -1), strict=True)
+            }
+
+            def run(floats, rest, limits=limits):
+                return case.stored(floats, rest, **limits)
+
+            got = jax.eval_shape(run, floats, rest)
+            assert [x.dtype for x in got] == ["bfloat16"] * 3
+            texts.add(jax.jit(run).lower(floats, rest).as_text())
+        assert len(texts) == 1
+
+
+def test_an_implementation_may_be_given_by_name():
+    case = Case()
+    floats, rest = _operands(case)
+    call = dict(**floats, **rest, block_size=4)
+    kinds = neuronjax.MoECTEImplementation
+    got = [
+        neuronjax.moe_cte(**call, spec=neuronjax.MoECTESpec(kind))
+        for kind in ("shard_on_i", kinds.shard_on_i)
+    ]
+    got.append(neuronjax.moe_cte(**call, spec="shard_on_block"))
+    for other in got:
+        compare(other, got[0], 1e-6)

@@ -1,0 +1,137 @@
+"""Any routing: values and gradients of the experts, and what must not change them."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import neuronjax
+from tests.moe_case import CLAMPS, Case, compare, exact, program
+from tests.moe_equations import FLOATS, Moe, most_blocks, slots_of
+
+STORED = (("checkpoint_activation", True),)
+ALL = tuple(CLAMPS.values())
+# Few shapes, each compiled once; blocks are enough for a token twice in one expert.
+CASES = (
+    Case(tokens=6, experts=3, k=2, block=2, width=4, inner=3, bias=True, clamps=ALL),
+    Case(tokens=5, experts=4, k=1, block=3, width=4, inner=3, skip_token=True),
+    Case(tokens=4, experts=2, k=3, block=4, width=4, inner=3, scaling="PRE_SCALE"),
+    Case(tokens=1, experts=5, k=2, block=1, width=4, inner=3, scaling="NO_SCALE"),
+)
+HYBRID = dataclasses.replace(CASES[0], implementation="shard_on_i_hybrid")
+few = functools.partial(settings, max_examples=25, deadline=None, derandomize=True)
+
+
+@st.composite
+def routings(draw, distinct=False):
+    """A case and `[T, k]` experts; `E` and beyond name none."""
+    case = draw(st.sampled_from(CASES))
+    expert = st.integers(0, case.experts + 1)
+    row = st.lists(expert, min_size=case.k, max_size=case.k, unique=distinct)
+    rows = st.lists(row, min_size=case.tokens, max_size=case.tokens)
+    return case, np.array(draw(rows), np.int32)
+
+
+@few()
+@given(routings(), st.integers(0, 9))
+def test_any_routing_follows_the_equations(routing, seed):
+    """Outputs, checkpoints and every gradient; an expert twice counts twice."""
+    case, index = routing
+    floats, rest = case.floats(index, seed=seed), case.routed(index)
+    cotangents = case.filled(rest, case.cotangents(seed=seed))
+    got = program(case, STORED)(floats, rest, cotangents)
+    wanted = exact(case, floats, rest, cotangents)
+    compare(got, wanted, 2e-5)
+    d_out, d_gate_up, d_down = cotangents
+    moe = Moe(floats | rest | case.settings)
+    compare(moe.outputs(), wanted[0], 1e-6)
+    compare(moe.gradients(d_out, None, None, d_gate_up, d_down), wanted[1], 1e-5)
+    idle = ~np.isin(np.arange(case.experts), index)
+    for name in FLOATS[2:]:
+        if name in got[1]:  # bit by bit
+            assert not np.asarray(got[1][name])[idle].any()
+
+
+@few()
+@given(routings(), st.randoms(use_true_random=False))
+def test_the_order_of_blocks_and_of_slots_does_not_matter(routing, random):
+    case, index = routing
+    floats, rest = case.floats(index), case.routed(index)
+    ids = rest["token_position_to_id"].reshape(-1, case.block)
+    blocks = random.sample(range(len(ids)), len(ids))
+    slots = random.sample(range(case.block), case.block)
+    mixed = dict(
+        token_position_to_id=ids[blocks][:, slots].ravel(),
+        block_to_expert=rest["block_to_expert"][blocks],
+    )
+    out, gate_up, down = case.cotangents()
+    run = program(case, STORED)
+    outs, grads = run(floats, rest, case.filled(rest, (out, gate_up, down)))
+    turned = out, gate_up[np.array(blocks)][..., np.array(slots)]
+    turned += (down[np.array(blocks)][:, np.array(slots)],)
+    again, others = run(floats, mixed, case.filled(mixed, turned))
+    compare(again[0], outs[0], 1e-5)
+    compare(others, grads, 2e-5)
+
+
+@few()
+@given(routings(distinct=True), st.booleans())
+def test_routed_blocks_give_the_sum_over_each_tokens_experts(routing, masked):
+    """From `route_to_blocks` to the output, against experts applied one by one."""
+    case, index = routing
+    mask = np.arange(case.tokens) % 3 != 1 if masked else np.ones(case.tokens, bool)
+    floats = case.floats(index)
+    ids, experts, *_ = _route(case, index, mask)
+    kept = np.where(mask[:, None], index, case.experts)
+    names = slots_of(kept, case.experts, case.block, case.padding, len(experts))
+    np.testing.assert_array_equal(ids, names[0])
+    np.testing.assert_array_equal(experts, names[1])
+    rest = dict(token_position_to_id=ids, block_to_expert=experts)
+    got, _ = program(case, STORED)(floats, rest, case.cotangents())
+    moe = Moe(floats | rest | case.settings)
+    wanted = np.zeros(moe.x.shape)
+    for t, row in enumerate(kept):
+        for e in row[row < case.experts]:
+            a = moe.a[t * case.experts + e]
+            x = moe.x[t] * (a if case.scaling == "PRE_SCALE" else 1)
+            y = moe.expert(x, e)[1]
+            wanted[t] += y * (a if case.scaling == "POST_SCALE" else 1)
+    compare(got[0], wanted, 1e-5)
+
+
+def _route(case, index, mask):
+    return neuronjax.route_to_blocks(
+        jnp.asarray(index),
+        case.experts,
+        case.block,
+        num_blocks=case.count,
+        skip_token=case.skip_token,
+        token_mask=jnp.asarray(mask),
+    )
+
+
+@few(max_examples=10)
+@given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.integers(0, 8))
+def test_conditions_count_to_their_first_0(experts, active):
+    """Wherever it stands, and whatever the blocks after it hold."""
+    case, index = CASES[0], np.reshape(experts, (6, 2))
+    floats, rest = case.floats(index), case.routed(index)
+    rest["conditions"] = (np.arange(case.count + 1) != active).astype(np.int32)
+    cotangents = case.filled(rest, case.cotangents())
+    outs, grads = program(HYBRID, STORED)(floats, rest, cotangents)
+    moe = Moe(floats | rest | case.settings)
+    compare(outs, moe.outputs(), 2e-5)
+    after = np.arange(case.count) >= active
+    d_out, d_gate_up, d_down = cotangents
+    d_gate_up, d_down = (x.at[after].set(0) for x in (d_gate_up, d_down))
+    wanted = moe.gradients(d_out, None, None, d_gate_up, d_down)
+    compare(grads, wanted, 2e-5)
+
+
+def test_blocks_suffice_for_every_case():
+    for case in CASES:
+        pairs = case.tokens * case.k
+        assert case.count == most_blocks(pairs, case.experts, case.block)
