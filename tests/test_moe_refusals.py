@@ -338,3 +338,53 @@ def test_scales_come_as_a_record_or_a_mapping():
     same(got, 2 * run(hidden, affinity, *wide))
     with pytest.raises(ValueError, match="must be bfloat16.* got float8_e4m3"):
         run(hidden, affinity, *fp8)
+
+
+def test_the_emitter_is_the_function_by_the_macro_s_words():
+    given = operands()
+    config = dict(block_size=B, activation="Swish", up_clamp_upper_limit=0.5)
+
+    def emitted(*live, **more):
+        settings = config | more
+        return neuronjax.emit.blockwise_mm_kernel(*live, IDS, EXPERTS, **settings)
+
+    flag = MoECTESpec("shard_on_i", shard_on_I=ShardOnIConfig(True))
+    settings = dict(activation_function="Swish", up_clamp_upper_limit=0.5)
+    wanted = run(*given, spec=flag, **settings)
+    same(emitted(*given), wanted)
+    assert len(emitted(*given, returned=False)) == 1
+    (row,) = neuronjax.trace(lambda *x: emitted(*x, num_stages=3), *given).rows
+    assert (row.name, row.count) == ("BlockwiseMM", 1)
+    assert ("num_stages", 3) in row.config
+    same(emitted(*given, num_stages=3), wanted)
+
+
+def test_hints_of_a_spec_travel_and_change_no_value():
+    given = operands()
+    hints = neuronjax.ShardOnBlockConfig(
+        n_block_per_iter=2, block_sharding_strategy="HI_LO", n_static_blocks=1
+    )
+    spec = MoECTESpec("shard_on_block", hints)
+    skip = SkipMode(skip_weight=True)
+    (row,) = neuronjax.trace(lambda *x: run(*x, spec=spec, skip_dma=skip), *given).rows
+    found = dict(row.config)
+    assert found["block_sharding_strategy"] == "HI_LO" and found["skip_weight"]
+    assert found["n_block_per_iter"] == 2 and found["n_static_blocks"] == 1
+    same(run(*given, spec=spec, skip_dma=skip), run(*given))
+    # The chip takes none of this: `can` says so, and the call runs.
+    report = neuronjax.can("moe_cte", *given, **lists(spec=spec, skip_dma=skip))
+    assert report and not report.on_chip
+    assert "moe.chip_strategy" in {v.id for v in report.violations}
+
+
+@pytest.mark.parametrize("static", [None, 1, 3])
+def test_conditions_close_blocks_but_for_the_static_ones(static):
+    given = operands()
+    spec = MoECTESpec(
+        "shard_on_i_hybrid", shard_on_I=ShardOnIConfig(num_static_block=static)
+    )
+    conditions = np.asarray([1, 1, 0, 0, 0, 0], np.int32)
+    got = run(*given, spec=spec, conditions=conditions)
+    first = max(static or 0, 2)
+    ids = np.where(np.arange(len(IDS)) < first * B, IDS, T).astype(np.int32)
+    same(got, run(*given, token_position_to_id=ids))
