@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from neuronjax.kernels.blockwise_mm.experts import Expert, experts_of
+from neuronjax.kernels.blockwise_mm.experts import Expert
+from neuronjax.kernels.blockwise_mm.forms import experts_of
 from neuronjax.kernels.blockwise_mm.forward import block_fwd, scaled_rows
 from neuronjax.kernels.blockwise_mm.narrow import (
     from_bits,
@@ -262,24 +263,27 @@ def blockwise_mm_bwd(*operands: Any, name: str, **config: Any) -> tuple[Array, .
     Takes the operands of `blockwise_mm_fwd`, then those of `Given`. The gradient of a
     bias needs no value of it where gate and up are stored.
     """
-    return _run(expert_blocks_bwd, operands, config)
+    return _run(operands, config, is_static=False)
 
 
 def blockwise_mm_bwd_static(
     *operands: Any, name: str, **config: Any
 ) -> tuple[Array, ...]:
     """`blockwise_mm_bwd` with static loop bounds."""
-    return _run(expert_blocks_bwd_static, operands, config)
+    return _run(operands, config, is_static=True)
 
 
-def _run(blocks: Any, operands: tuple, config: dict[str, Any]) -> tuple[Array, ...]:
+def _run(
+    operands: tuple, config: dict[str, Any], *, is_static: bool
+) -> tuple[Array, ...]:
     count = len(Operands._fields)
     ops, given = Operands(*operands[:count]), Given(*operands[count:])
     opts, wrt = Options.of(config), config["grads"]
-    experts = experts_of(ops, opts, is_static=blocks is expert_blocks_bwd_static)
+    experts = experts_of(ops, opts, is_static=is_static)
     slots = slots_of(ops, opts, experts.acc)
     weights = tuple(key for key in wrt if key in WEIGHTS)
-    found = blocks(ops, given, slots, experts, opts, weights)
+    run = expert_blocks_bwd_static if is_static else expert_blocks_bwd
+    found = run(ops, given, slots, experts, opts, weights)
     if opts.shard == "intermediate":
         found = found._replace(hidden=lax.psum(found.hidden, opts.axis))
     affinity = found.affinity
@@ -301,11 +305,11 @@ def _is_partial(opts: Options) -> bool:
 
 def _like(grad: jax.Array, ops: Operands, key: str, experts: Any) -> jax.Array:
     """A gradient in the shape and dtype of its operand."""
-    x = getattr(ops, key)
-    if x is not None:
-        # By "columns" that of the down weight is narrower than its operand.
-        shape = grad.shape if key == "down_w" else x.shape
-        return grad.reshape(shape).astype(x.dtype)
     if key == "gate_up_b":
-        return grad.reshape(experts.count, 2, experts.d_ff)
-    return grad
+        grad = experts.bias_grad(grad)
+    x = getattr(ops, key)
+    if x is None:
+        return grad
+    # By "columns" that of the down weight is narrower than its operand.
+    shape = grad.shape if key == "down_w" else x.shape
+    return grad.reshape(shape).astype(x.dtype)

@@ -6,7 +6,7 @@
 Sums are float32, or float64 where an operand is. Block-scaled weights are in `mx.py`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,10 @@ class Dense:
             x = lax.optimization_barrier(x)
         return jnp.dot(x, dy.astype(self.factor), preferred_element_type=self.acc)
 
+    def bias_grad(self, total: jax.Array) -> jax.Array:
+        """The gradient of `gate_up_b`, `[E, 2, I]`, from `[E, 2 I]`."""
+        return total.reshape(self.count, 2, self.d_ff)
+
     def _dot(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.dot(x.astype(self.factor), w, preferred_element_type=self.acc)
 
@@ -121,8 +125,3 @@ class Dense:
 
 def _scaled(y: jax.Array, scale: Option) -> jax.Array:
     return y if scale is None else y * scale.astype(y.dtype)
-
-
-def experts_of(ops: Operands, opts: Options, *, is_static: bool = False) -> Any:
-    """The experts in the form of their weights."""
-    return Dense(ops, opts, is_static=is_static)

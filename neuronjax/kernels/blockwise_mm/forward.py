@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from neuronjax.kernels.blockwise_mm.experts import experts_of
+from neuronjax.kernels.blockwise_mm.forms import experts_of
 from neuronjax.kernels.blockwise_mm.narrow import from_bits, put, take_rows, to_bits
 from neuronjax.kernels.blockwise_mm.operands import Operands, Options
 from neuronjax.kernels.blockwise_mm.slots import Slots, most, slots_of, visits_of
@@ -149,22 +149,29 @@ def expert_blocks_static(
     return out, *turned(held)
 
 
-def blockwise_mm_fwd(*operands: Any, name: str, **config: Any) -> tuple[Array, ...]:
+def run_blocks(
+    ops: Operands, opts: Options, *, is_static: bool = False
+) -> tuple[Array, ...]:
+    """`out [R, H]` in the dtype of sums, and what `opts.stored` names."""
+    experts = experts_of(ops, opts, is_static=is_static)
+    slots = slots_of(ops, opts, experts.acc)
+    run = expert_blocks_static if is_static else expert_blocks_fwd
+    return run(ops.hidden, slots, experts, opts)
+
+
+def blockwise_mm_fwd(
+    *operands: Any, name: str, is_static: bool = False, **config: Any
+) -> tuple[Array, ...]:
     """Returns `out [R, H]`, and what is stored, `gate_up` and `down`.
 
     They are `[N, 2, I, B]`, after the clamp, and `[N, B, H]`, before the affinity, in
     the dtype of `hidden`; a block without a token has zeros. Sums are float32 at least.
     """
-    return _run(expert_blocks_fwd, Operands(*operands), Options.of(config))
+    ops, opts = Operands(*operands), Options.of(config)
+    out, *stored = run_blocks(ops, opts, is_static=is_static)
+    return out.astype(ops.hidden.dtype), *stored
 
 
 def blockwise_mm_static(*operands: Any, name: str, **config: Any) -> tuple[Array, ...]:
     """`blockwise_mm_fwd` with static loop bounds."""
-    return _run(expert_blocks_static, Operands(*operands), Options.of(config))
-
-
-def _run(blocks: Any, ops: Operands, opts: Options) -> tuple[Array, ...]:
-    experts = experts_of(ops, opts, is_static=blocks is expert_blocks_static)
-    slots = slots_of(ops, opts, experts.acc)
-    out, *stored = blocks(ops.hidden, slots, experts, opts)
-    return out.astype(ops.hidden.dtype), *stored
+    return blockwise_mm_fwd(*operands, name=name, is_static=True, **config)

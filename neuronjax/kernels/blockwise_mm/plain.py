@@ -3,6 +3,8 @@
 Weights are gathered by block, `[N, H, 2, I]`: for bisecting a model, not for its speed.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,15 @@ from neuronjax.kernels.blockwise_mm.operands import (
     factor_dtype,
     sum_dtype,
 )
+from neuronjax.kernels.mx.formats import FORMATS
+from neuronjax.kernels.mx.layout import (
+    HIDDEN,
+    INTERMEDIATE,
+    from_blocks,
+    to_blocks,
+    unpack_weight,
+)
+from neuronjax.kernels.mx.plain import rounded_blocks_plain, rounded_plain
 
 ACTIVATIONS = {
     "SiLU": jax.nn.silu,
@@ -38,6 +49,7 @@ class Blocks(NamedTuple):
         down: `[N, I, H]`, dequantized.
         gate_up_b: `[N, 2, I]`, or None.
         down_b: `[N, H]`, or None.
+        fill: what fills the blocks of gated values, `[N, 4, Ip, tiles]`, or None.
     """
 
     token: jax.Array
@@ -48,6 +60,7 @@ class Blocks(NamedTuple):
     down: jax.Array
     gate_up_b: Option
     down_b: Option
+    fill: Option
 
 
 def _tokens(ops: Operands, opts: Options) -> jax.Array:
@@ -75,22 +88,9 @@ def _blocks(ops: Operands, opts: Options) -> Blocks:
     token, expert = _tokens(ops, opts), ops.block_expert.reshape(-1)
     table = ops.affinity.reshape(rows, -1).astype(acc)
     affinity = table.at[token, expert[:, None]].get(mode="fill", fill_value=0)
-    gate_up, down = ops.gate_up_w[expert], ops.down_w[expert]
 
-    def by_block(x: Option) -> Option:
-        if x is None:
-            return None
-        shared = x.shape[0] == 1
-        return (x[expert * 0] if shared else x[expert]).astype(acc)
-
-    gate_up, down = (
-        w.astype(factor_dtype(ops, opts)).astype(acc) for w in (gate_up, down)
-    )
-    if ops.gate_up_scale is not None:
-        gate_up = gate_up * by_block(ops.gate_up_scale).reshape(
-            -1, 1, *gate_up.shape[2:]
-        )
-        down = down * by_block(ops.down_scale)
+    gate_up, down = _weights(ops, opts, expert, acc)
+    gate_up_b, fill = _biases(ops, opts, expert, acc)
     return Blocks(
         token,
         (token < rows).any(1),
@@ -98,9 +98,64 @@ def _blocks(ops: Operands, opts: Options) -> Blocks:
         affinity[..., None],
         gate_up,
         down,
-        by_block(ops.gate_up_b),
-        by_block(ops.down_b),
+        gate_up_b,
+        None if ops.down_b is None else ops.down_b[expert].astype(acc),
+        fill,
     )
+
+
+def _weights(ops: Operands, opts: Options, expert: jax.Array, acc: Any) -> tuple:
+    """Both weights by block, dequantized."""
+    if opts.quantization == "MX":
+        kind, d_ff = FORMATS[opts.weight_format], ops.gate_up_w.shape[-1]
+        wide = functools.partial(unpack_weight, kind=kind)
+        gate_up = jax.vmap(
+            jax.vmap(lambda w, s: wide(w, s, order=HIDDEN, size=ops.hidden.shape[1]), 1)
+        )(ops.gate_up_w[expert], ops.gate_up_scale[expert])
+        down = jax.vmap(lambda w, s: wide(w, s, order=INTERMEDIATE, size=d_ff))(
+            ops.down_w[expert], ops.down_scale[expert]
+        )
+        return gate_up.swapaxes(1, 2).astype(acc), down.astype(acc)
+    dtype = factor_dtype(ops, opts)
+    gate_up, down = (
+        w[expert].astype(dtype).astype(acc) for w in (ops.gate_up_w, ops.down_w)
+    )
+    if ops.gate_up_scale is None:
+        return gate_up, down
+    scales = ops.gate_up_scale, ops.down_scale
+    columns, rows = (x[expert if x.shape[0] > 1 else expert * 0] for x in scales)
+    columns = columns.reshape(-1, 1, *gate_up.shape[2:])
+    return gate_up * columns.astype(acc), down * rows.astype(acc)
+
+
+def _biases(ops: Operands, opts: Options, expert: jax.Array, acc: Any) -> tuple:
+    """The bias of gate and up by block, and what fills the blocks of gated values."""
+    if ops.gate_up_b is None:
+        return None, None
+    bias = ops.gate_up_b[expert].astype(acc)
+    if opts.quantization != "MX":
+        return bias, None
+    places = bias.transpose(0, 2, 4, 1, 3)  # [N, 2, 4, Ip, tiles]
+    fill = ACTIVATIONS[opts.activation](_clip(places[:, 0], opts.gate_limits))
+    fill = fill * _clip(places[:, 1], opts.up_limits)
+    return from_blocks(places, INTERMEDIATE, ops.gate_up_w.shape[-1]), fill
+
+
+def _rounding(blocks: Blocks, ops: Operands, opts: Options) -> tuple:
+    """How rows and gated values are rounded before they meet a weight."""
+    dtype = factor_dtype(ops, opts)
+    if opts.quantization != "MX":
+        return (lambda x: x.astype(dtype).astype(x.dtype),) * 2
+    size = ops.gate_up_w.shape[-1]
+
+    def gated(m: jax.Array) -> jax.Array:
+        tiled = to_blocks(m, INTERMEDIATE)
+        if blocks.fill is not None:
+            is_there = to_blocks(jnp.ones(size, bool), INTERMEDIATE)
+            tiled = jnp.where(is_there, tiled, lax.stop_gradient(blocks.fill)[:, None])
+        return from_blocks(rounded_blocks_plain(tiled), INTERMEDIATE, size)
+
+    return lambda x: rounded_plain(x, HIDDEN), gated
 
 
 def _exchanged(x: jax.Array, opts: Options, shard: str) -> jax.Array:
@@ -113,17 +168,16 @@ def _clip(x: jax.Array, limits: Limits) -> jax.Array:
 
 def _activations(blocks: Blocks, ops: Operands, opts: Options):
     """`gate_up` after the clamp, `[N, B, 2, I]`, and `down` before the affinity."""
-    dtype = factor_dtype(ops, opts)
+    round_x, round_m = _rounding(blocks, ops, opts)
     x = blocks.x * blocks.affinity if opts.scaling == "PRE_SCALE" else blocks.x
-    x = x.astype(dtype).astype(x.dtype)
-    z = _exchanged(jnp.einsum("nbh,nhji->nbji", x, blocks.gate_up), opts, "hidden")
+    z = jnp.einsum("nbh,nhji->nbji", round_x(x), blocks.gate_up)
+    z = _exchanged(z, opts, "hidden")
     if blocks.gate_up_b is not None:
         z = z + blocks.gate_up_b[:, None]
     gate, up = _clip(z[:, :, 0], opts.gate_limits), _clip(z[:, :, 1], opts.up_limits)
     m = ACTIVATIONS[opts.activation](gate) * up
     m = m * blocks.affinity if opts.on_intermediate else m
-    m = m.astype(dtype).astype(m.dtype)
-    y = jnp.einsum("nbi,nih->nbh", m, blocks.down)
+    y = jnp.einsum("nbi,nih->nbh", round_m(m), blocks.down)
     y = _exchanged(y, opts, "intermediate")
     if blocks.down_b is not None:
         y = y + blocks.down_b[:, None]
@@ -183,17 +237,19 @@ def blockwise_mm_bwd_plain(*operands: Any, name: str, grads: tuple, **config) ->
         d_gate_up = d_gate_up.transpose(0, 3, 1, 2)
     d = d_out.at[blocks.token].get(mode="fill", fill_value=0).astype(blocks.x.dtype)
     stored = gate_up, down, d_gate_up, d_down
-    found = _gradients(blocks, d, stored, opts, factor_dtype(ops, opts))
+    found = _gradients(blocks, d, stored, ops, opts)
     return tuple(_gathered(found, blocks, ops, opts, key) for key in grads)
 
 
 def _gradients(
-    blocks: Blocks, d: jax.Array, stored: tuple, opts: Options, dtype: Any
+    blocks: Blocks, d: jax.Array, stored: tuple, ops: Operands, opts: Options
 ) -> dict:
     """By block: the gradients of rows, affinities and weights.
 
-    The factors of products are rounded to `dtype`, as in the forward.
+    The factors of products are rounded as in the forward.
     """
+    dtype = d.dtype if opts.quantization == "MX" else factor_dtype(ops, opts)
+    round_x, round_m = _rounding(blocks, ops, opts)
 
     def product(spec: str, *factors: jax.Array) -> jax.Array:
         return jnp.einsum(spec, *(x.astype(dtype).astype(d.dtype) for x in factors))
@@ -209,12 +265,14 @@ def _gradients(
     if after:
         da = _exchanged((d * down.astype(d.dtype)).sum(2), opts, "hidden")
     m = ACTIVATIONS[opts.activation](wide[:, :, 0]) * wide[:, :, 1]
+    dm = _through(round_m, m, dm, opts)
     if opts.on_intermediate:
         da = _exchanged((dm * m).sum(2), opts, "intermediate")
         dm, m = dm * a, m * a
     dz = _slopes(dm, gate_up, d_gate_up, opts)
     x = blocks.x * a if before else blocks.x
     dx = product("nbji,nhji->nbh", dz, blocks.gate_up)
+    dx = _through(round_x, x, dx, opts)
     if before:
         da = (dx * blocks.x).sum(2)
         da = da if opts.shard is None else lax.psum(da, opts.axis)
@@ -234,6 +292,13 @@ def _gradients(
     )
 
 
+def _through(
+    rounding: Callable, x: jax.Array, dx: jax.Array, opts: Options
+) -> jax.Array:
+    """A cotangent of rounded values as one of the values; a cast passes all."""
+    return jax.vjp(rounding, x)[1](dx)[0] if opts.quantization == "MX" else dx
+
+
 def _gathered(found: dict, blocks: Blocks, ops: Operands, opts: Options, key: str):
     """A gradient by block, summed where its operand's parts are."""
     grad, expert = found[key], ops.block_expert.reshape(-1)
@@ -246,6 +311,8 @@ def _gathered(found: dict, blocks: Blocks, ops: Operands, opts: Options, key: st
         total = total.at[blocks.token, expert[:, None]].add(grad, mode="drop")
     else:
         grad = jnp.where(_like(blocks.busy, grad), grad, 0)
+        if key == "gate_up_b" and opts.quantization == "MX":
+            grad = to_blocks(grad, INTERMEDIATE).transpose(0, 3, 1, 4, 2)
         total = jnp.zeros((count, *grad.shape[1:]), grad.dtype)
         total = total.at[expert].add(grad, mode="drop")
     return (

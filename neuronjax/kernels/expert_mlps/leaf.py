@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from neuronjax.kernels.blockwise_mm import forward
 from neuronjax.kernels.blockwise_mm import operands as blocks
-from neuronjax.kernels.blockwise_mm.experts import experts_of
 from neuronjax.kernels.blockwise_mm.slots import slots_of
 from neuronjax.kernels.expert_mlps.operands import Operands, Options
 from neuronjax.kernels.expert_mlps.pairs import (
@@ -28,6 +27,7 @@ from neuronjax.kernels.expert_mlps.pairs import (
     local_index,
     sorted_pairs,
 )
+from neuronjax.kernels.expert_mlps.quantized_hidden import Rounded, rows_of
 from neuronjax.kernels.expert_mlps.tiles import retiled, untiled
 from neuronjax.kernels.shard_common import uniform
 
@@ -39,29 +39,41 @@ _LIMITS = tuple(
 
 def expert_mlps_fwd(*operands: Any, name: str, **config: Any) -> tuple[jax.Array]:
     """Returns `(out [T, H],)`, in `out_dtype` or the dtype of `hidden`."""
-    return _run(forward.expert_blocks_fwd, Operands(*operands), Options.of(config))
+    return _run(Operands(*operands), Options.of(config), is_static=False)
 
 
 def expert_mlps_static(*operands: Any, name: str, **config: Any) -> tuple[jax.Array]:
     """`expert_mlps_fwd` with static loop bounds."""
-    return _run(forward.expert_blocks_static, Operands(*operands), Options.of(config))
+    return _run(Operands(*operands), Options.of(config), is_static=True)
 
 
-def _run(loop: Any, ops: Operands, opts: Options) -> tuple[jax.Array]:
+def _run(ops: Operands, opts: Options, *, is_static: bool) -> tuple[jax.Array]:
     ops = untiled(ops) if opts.is_tiled else ops
     of_blocks, config = block_operands(ops, opts)
     bag = blocks.Options.of(config)
-    experts = experts_of(of_blocks, bag)
-    slots = slots_of(of_blocks, bag, experts.acc)
-    (out,) = loop(of_blocks.hidden, slots, experts, bag)
+    if ops.hidden_scale is None:
+        (out,) = forward.run_blocks(of_blocks, bag, is_static=is_static)
+    else:
+        out = _run_rounded(of_blocks, bag, is_static)
     out = out.astype(opts.out_dtype or ops.hidden.dtype)
     return (retiled(out) if opts.is_tiled else out,)
+
+
+def _run_rounded(
+    ops: blocks.Operands, bag: blocks.Options, is_static: bool
+) -> jax.Array:
+    experts = Rounded(ops, bag)
+    slots = slots_of(ops, bag, experts.acc)
+    run = forward.expert_blocks_static if is_static else forward.expert_blocks_fwd
+    return run(ops.hidden, slots, experts, bag)[0]
 
 
 def block_operands(
     ops: Operands, opts: Options
 ) -> tuple[blocks.Operands, dict[str, Any]]:
     """The operands and the config with which `BlockwiseMM` computes the same."""
+    if ops.hidden_scale is not None:
+        ops = ops._replace(hidden=rows_of(ops))
     tokens, num_experts = ops.hidden.shape[0], ops.gate_up_w.shape[0]
     table = _affinities(ops, opts)
     (token_id, block_expert), block_size = _blocks(ops, opts, table)

@@ -34,7 +34,13 @@ from neuronjax.kernels.mx.quantize import round_blocks
 
 def rounded_plain(x: jax.Array, order: str) -> jax.Array:
     """`x` rounded in its blocks: the value of the code, the derivative of the clip."""
-    blocks = grouped(to_blocks(x, order))
+    blocks = rounded_blocks_plain(to_blocks(x, order))
+    return from_blocks(blocks, order, x.shape[-1])
+
+
+def rounded_blocks_plain(blocks: jax.Array) -> jax.Array:
+    """The same for values that are laid out in blocks `[..., 4, P, R]`."""
+    shape, blocks = blocks.shape, grouped(blocks)
     top = jnp.max(exponent_field(blocks), axis=BLOCK, keepdims=True)
     power = (top - E4M3FN.max_exponent - 127).astype(blocks.dtype)
     limit = lax.stop_gradient(E4M3FN.largest * 2.0**power)
@@ -42,8 +48,7 @@ def rounded_plain(x: jax.Array, order: str) -> jax.Array:
     clipped = jnp.where(inside, blocks, lax.stop_gradient(jnp.sign(blocks) * limit))
     codes = round_blocks(lax.stop_gradient(blocks), BLOCK, E4M3FN)
     moved = clipped + lax.stop_gradient(codes - clipped)
-    shape = (*moved.shape[:-3], -1, moved.shape[-1])
-    return from_blocks(moved.reshape(shape), order, x.shape[-1])
+    return moved.reshape(shape)
 
 
 def mx_linear_plain(x, packed, scale, order: str, kind: Format) -> jax.Array:

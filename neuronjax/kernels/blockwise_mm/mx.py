@@ -1,0 +1,119 @@
+"""Experts of block-scaled weights: activations are rounded to blocks of 32 first.
+
+Columns of `hidden` are swizzled. The gated values are laid out in tiles of 512; a last
+tile of fewer is filled up to whole blocks, and what fills it has the bias that its
+places have: it meets weights of zero, but its magnitude counts in the scale of a block.
+Roundings pass a cotangent straight through, zero where a value saturates.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from neuronjax.kernels.blockwise_mm.experts import Expert
+from neuronjax.kernels.blockwise_mm.operands import Operands, Option, Options, sum_dtype
+from neuronjax.kernels.blockwise_mm.swiglu import clamped, gated
+from neuronjax.kernels.mx.formats import E4M3FN, FORMATS
+from neuronjax.kernels.mx.layout import (
+    BLOCK,
+    HIDDEN,
+    INTERMEDIATE,
+    bias_to_row,
+    from_blocks,
+    grouped,
+    row_to_bias,
+    to_blocks,
+)
+from neuronjax.kernels.mx.linear import rounded, rounded_bwd
+from neuronjax.kernels.mx.product import product_bwd, product_fwd
+from neuronjax.kernels.mx.quantize import round_blocks, straight_through
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+class BlockScaled:
+    """Weights in containers with a power of two a block.
+
+    An `Expert` holds `gate_up` and `down` as pairs of containers and scales, and in
+    `gate_up_scale` what fills the last tile of the gated values, `[4, Ip, tiles]`.
+    """
+
+    def __init__(self, ops: Operands, opts: Options):
+        self.ops, self.opts, self.acc = ops, opts, sum_dtype(ops)
+        self.kind = FORMATS[opts.weight_format]
+        self.count, self.d_ff = ops.gate_up_w.shape[0], ops.gate_up_w.shape[-1]
+
+    def fetch(self, index: jax.Array) -> Expert:
+        """Reads one expert."""
+
+        def part(x: Option) -> Any:
+            if x is None:
+                return None
+            return lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+        ops = self.ops
+        row, fill = None, None
+        if ops.gate_up_b is not None:
+            bias = part(ops.gate_up_b).astype(self.acc).swapaxes(0, 1)
+            row = jnp.concatenate([bias_to_row(x, self.d_ff) for x in bias])
+            fill = self._fill(bias)
+        down_b = None if ops.down_b is None else part(ops.down_b).astype(self.acc)
+        gate_up = part(ops.gate_up_w), part(ops.gate_up_scale)
+        down = part(ops.down_w), part(ops.down_scale)
+        return Expert(gate_up, down, row, down_b, fill, None)  # pyright: ignore
+
+    def _fill(self, bias: jax.Array) -> jax.Array:
+        """The gated values of all places `[4, Ip, tiles]` were there no product."""
+        places = bias.transpose(0, 3, 1, 2)  # [2, 4, Ip, tiles]
+        rows = clamped(places.reshape(1, 2, -1), self.opts)
+        return gated(rows, self.opts).reshape(places.shape[1:])
+
+    def gate_up(self, x: jax.Array, expert: Expert) -> jax.Array:
+        """`x @ gate_up`, `[B, 2 I]`, without the bias."""
+        left = rounded(x.astype(self.acc), HIDDEN)
+        parts = [product_fwd(left, *w, self.kind) for w in _gate_and_up(expert.gate_up)]
+        return jnp.concatenate(parts, axis=1).astype(self.acc)
+
+    def middle(self, gate_up: jax.Array, expert: Expert) -> jax.Array:
+        """The gated values `[B, I]` from `[B, 2, I]` after the clamp."""
+        return gated(gate_up, self.opts)
+
+    def _in_blocks(self, middle: jax.Array, expert: Expert) -> jax.Array:
+        """The gated values in blocks `[B, 4, Ip, tiles]`, filled up."""
+        blocks = to_blocks(middle, INTERMEDIATE)
+        if expert.gate_up_scale is None:
+            return blocks
+        is_there = to_blocks(jnp.ones(self.d_ff, bool), INTERMEDIATE)
+        return jnp.where(is_there, blocks, expert.gate_up_scale)
+
+    def down(self, middle: jax.Array, expert: Expert) -> jax.Array:
+        """`middle @ down`, `[B, H]`, without the bias."""
+        blocks = self._in_blocks(middle, expert)
+        left = round_blocks(grouped(blocks), BLOCK, E4M3FN).reshape(blocks.shape)
+        return product_fwd(left, *expert.down, self.kind).astype(self.acc)
+
+    def down_back(self, dy: jax.Array, gate_up: jax.Array, expert: Expert) -> jax.Array:
+        """The cotangent of `middle`, `[B, I]`, from that of `down`'s result."""
+        d_blocks = product_bwd(dy, *expert.down, self.kind)
+        blocks = self._in_blocks(gated(gate_up.astype(self.acc), self.opts), expert)
+        passed = straight_through(grouped(d_blocks), grouped(blocks), BLOCK)
+        return from_blocks(passed.reshape(blocks.shape), INTERMEDIATE, self.d_ff)
+
+    def gate_up_back(self, dz: jax.Array, x: jax.Array, expert: Expert) -> jax.Array:
+        """The cotangent of `x`, `[B, H]`, from that of `gate_up`'s result."""
+        halves = dz[:, : self.d_ff], dz[:, self.d_ff :]
+        pairs = zip(halves, _gate_and_up(expert.gate_up), strict=True)
+        d_gate, d_up = (product_bwd(half, *w, self.kind) for half, w in pairs)
+        return rounded_bwd(d_gate + d_up, x.astype(self.acc), HIDDEN)
+
+    def bias_grad(self, total: jax.Array) -> jax.Array:
+        """The gradient of `gate_up_b`, `[E, Ip, 2, tiles, 4]`, from `[E, 2 I]`."""
+        rows = total.reshape(self.count, 2, self.d_ff)
+        return jax.vmap(jax.vmap(row_to_bias))(rows).swapaxes(1, 2)
+
+
+def _gate_and_up(weight: Any) -> tuple[Pair, Pair]:
+    packed, scale = weight
+    return (packed[:, 0], scale[:, 0]), (packed[:, 1], scale[:, 1])
