@@ -50,7 +50,7 @@ def test_what_no_slot_names_may_hold_anything(name):
     bad = dict(floats, hidden_states=_spoil(floats["hidden_states"], empty))
     affinity = "expert_affinities_masked"
     bad[affinity] = _spoil(bad[affinity], ~used.reshape(-1))
-    idle = ~used.any(0)
+    idle = np.logical_not(used.any(0))
     assert idle[1]
     # Blocks left over belong to an expert without tokens, too.
     last = np.equal(rest["token_position_to_id"], case.padding)
@@ -105,6 +105,20 @@ def test_ids_out_of_range_are_padding_under_jit(name):
         padding = np.arange(case.rows) == case.tokens
         poisoned["hidden_states"] = _spoil(floats["hidden_states"], padding)
     compare(run(poisoned, bad, cotangents), wanted, 1e-6)
+
+
+def test_blocks_of_no_expert_are_padding_under_jit():
+    """An expert out of range has no weights to read: neither the last nor the first."""
+    case, _, floats, rest, cotangents = _operands("clamps")
+    run = program(case, STORED)
+    first = rest["token_position_to_id"].copy()
+    first[: case.block], first[-case.block :] = case.padding, case.padding
+    without = dict(rest, token_position_to_id=first)
+    cotangents = case.filled(without, cotangents)
+    wanted = run(floats, without, cotangents)
+    experts = rest["block_to_expert"].copy()
+    experts[0], experts[-1] = -1, case.experts
+    compare(run(floats, dict(rest, block_to_expert=experts), cotangents), wanted, 1e-6)
 
 
 def test_blocks_after_the_conditions_may_hold_anything():
