@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from neuronjax.models.config import LlamaConfig
+from neuronjax.models.config import DecoderConfig
 from neuronjax.nn.cache import LayerCache
 
 
@@ -27,7 +27,7 @@ class Cache:
     @classmethod
     def zeros(
         cls,
-        config: LlamaConfig,
+        config: DecoderConfig,
         batch: int,
         slots: int,
         *,

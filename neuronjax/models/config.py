@@ -16,8 +16,8 @@ _MISSING: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes and constants of a Llama decoder; hashable, so it can be a static argument.
+class DecoderConfig:
+    """Sizes and constants that every decoder here has; hashable.
 
     Attributes:
         vocab_size: rows of the embedding.
@@ -50,21 +50,30 @@ class LlamaConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"LlamaConfig: {name} must be positive, got {getattr(self, name)}"
+                    f"{kind}: {name} must be positive, got {getattr(self, name)}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                "LlamaConfig: num_heads must be a multiple of num_kv_heads = "
+                f"{kind}: num_heads must be a multiple of num_kv_heads = "
                 f"{self.num_kv_heads}, got {self.num_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(
-                "LlamaConfig: head_dim must be even, since the rotary embedding turns "
+                f"{kind}: head_dim must be even, since the rotary embedding turns "
                 f"pairs, got {self.head_dim}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """The shape of a Llama decoder, and its readers; it can be a static argument.
+
+    Its fields are those of `DecoderConfig`.
+    """
 
     @classmethod
     def from_hf(

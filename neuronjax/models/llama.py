@@ -4,6 +4,7 @@ Touvron et al. 2023, https://arxiv.org/abs/2302.13971; grouped key/value heads a
 Llama 2.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from neuronjax.kernels.linear import linear_fwd
 from neuronjax.models.cache import Cache
-from neuronjax.models.config import LlamaConfig
+from neuronjax.models.config import DecoderConfig
 from neuronjax.models.generation import generate
 from neuronjax.models.stacking import layer_at, stack_layers, unstack_layers
 from neuronjax.nn.decoder_layer import DecoderLayer
@@ -37,7 +38,7 @@ class Llama(nnx.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         *,
         scan_layers: bool = False,
         dtype: Any = None,
@@ -54,8 +55,22 @@ class Llama(nnx.Module):
             else parameter(init, table, names, rngs, param_dtype)
         )
         types = dict(dtype=dtype, param_dtype=param_dtype)
-        self.layers: Any = _layers(config, scan_layers, rngs, types)
+        self.layers: Any = self._layers(scan_layers, rngs, types)
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, **types, rngs=rngs)
+
+    @staticmethod
+    def new_layer(config: Any, rngs: nnx.Rngs, types: dict[str, Any]) -> DecoderLayer:
+        """One layer with its initial values."""
+        return DecoderLayer(
+            config.d_model,
+            config.d_ff,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            norm_eps=config.norm_eps,
+            rngs=rngs,
+            **types,
+        )
 
     def __call__(
         self, tokens: Int[Array, "batch seq"]
@@ -174,6 +189,14 @@ class Llama(nnx.Module):
         copy.layers, copy.scan_layers = layers, scan_layers
         return copy
 
+    def _layers(self, scan_layers: bool, rngs: nnx.Rngs, types: dict[str, Any]):
+        make = functools.partial(self.new_layer, self.config, types=types)
+        count = self.config.num_layers
+        if not scan_layers:
+            return nnx.List([make(rngs) for _ in range(count)])
+        stack = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: None})
+        return stack(rngs.split(count))
+
     def _embed(self, tokens, start):
         """The embedded tokens, and the rotary tables of their positions."""
         positions = start[:, None] + jnp.arange(tokens.shape[1])
@@ -205,22 +228,3 @@ class Llama(nnx.Module):
         table = at_dtype(self.embedding if self.head is None else self.head, self.dtype)
         x = self.norm(x).astype(table.dtype)
         return linear_fwd(x, table.T, dtype=table.dtype)
-
-
-def _layers(config, scan_layers, rngs, types):
-    def make(rngs):
-        return DecoderLayer(
-            config.d_model,
-            config.d_ff,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            norm_eps=config.norm_eps,
-            rngs=rngs,
-            **types,
-        )
-
-    if not scan_layers:
-        return nnx.List([make(rngs) for _ in range(config.num_layers)])
-    stack = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: None})
-    return stack(rngs.split(config.num_layers))

@@ -7,6 +7,8 @@ from neuronjax.nn.cache import write_cache as write_cache
 from neuronjax.nn.cache import write_circular_cache as write_circular_cache
 from neuronjax.nn.decoder_layer import DecoderLayer as DecoderLayer
 from neuronjax.nn.mlp import MLP as MLP
+from neuronjax.nn.moe import MoE as MoE
+from neuronjax.nn.moe import MoEDecoderLayer as MoEDecoderLayer
 from neuronjax.nn.norm import RMSNorm as RMSNorm
 from neuronjax.nn.quantization import QuantizedAttention as QuantizedAttention
 from neuronjax.nn.quantization import QuantizedMLP as QuantizedMLP

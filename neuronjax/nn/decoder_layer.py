@@ -21,6 +21,8 @@ class DecoderLayer(nnx.Module):
         num_kv_heads: key and value heads.
         head_dim: width of a head.
         norm_eps: added to the mean square in both norms.
+        mlp: a layer to use for the MLP, called as `mlp(h, residual=h)`; it has its own
+            norm.
         dtype: dtype of the computation; `None` keeps that of the input.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
@@ -35,6 +37,7 @@ class DecoderLayer(nnx.Module):
         head_dim: int,
         *,
         norm_eps: float = 1e-6,
+        mlp: Any = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -42,7 +45,7 @@ class DecoderLayer(nnx.Module):
         kind: dict[str, Any] = dict(norm_eps=norm_eps, rngs=rngs)
         kind |= dict(dtype=dtype, param_dtype=param_dtype)
         self.attention = Attention(d_model, num_heads, num_kv_heads, head_dim, **kind)
-        self.mlp = MLP(d_model, d_ff, **kind)
+        self.mlp: Any = MLP(d_model, d_ff, **kind) if mlp is None else mlp
 
     def __call__(
         self,

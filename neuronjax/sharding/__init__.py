@@ -12,8 +12,15 @@ from neuronjax.sharding.context_parallel import (
 )
 from neuronjax.sharding.context_parallel import stride_sequence as stride_sequence
 from neuronjax.sharding.context_parallel import unstride_sequence as unstride_sequence
+from neuronjax.sharding.expert_parallel import (
+    expert_parallel_moe as expert_parallel_moe,
+)
 from neuronjax.sharding.mesh import make_mesh as make_mesh
 from neuronjax.sharding.mlp import sharded_mlp as sharded_mlp
+from neuronjax.sharding.moe import (
+    sharded_blockwise_mm_bwd as sharded_blockwise_mm_bwd,
+)
+from neuronjax.sharding.moe import sharded_moe_cte as sharded_moe_cte
 from neuronjax.sharding.output_projection import (
     sharded_output_projection as sharded_output_projection,
 )
