@@ -4,14 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 
 TOKENS, EXPERTS, CHOICES, BLOCK, BLOCKS, D_MODEL, D_FF = 9, 3, 2, 4, 8, 8, 6
-FLOATS = (
-    "hidden_states",
-    "expert_affinities_masked",
-    "gate_up_proj_weight",
-    "down_proj_weight",
-    "gate_and_up_proj_bias",
-    "down_proj_bias",
-)
 
 
 def routed(rng, skip_token):

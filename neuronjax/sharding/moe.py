@@ -7,11 +7,13 @@ What crosses the wire, forward. `"block"`: one all-reduce of the output, at the 
 `"intermediate"`: one of each block's result. `"hidden"`: one of each block's gate and
 up, before bias and activation.
 
-Backward. `"block"`: all-reduces of what every core holds whole: the gradients of
-tokens, affinities and weights, at the end. `"intermediate"`: one of the gradients of
-tokens (and affinities, where the sum over `I` is theirs), at the end. `"hidden"`: one
-of each block, of dM and of the affinities' gradient together. From stored activations,
-where operands are whole and each core computes its own columns: none.
+Backward. `"block"`: all-reduces of what every core holds whole, the gradients of
+tokens, affinities and weights, at the end. `"intermediate"`: one of the gradient of
+tokens, at the end. `"hidden"`: one of each block, of dM and of the affinities' gradient
+together. The affinities' gradient is a part of a sum, added at the end, where they
+multiply before what is divided: PRE_SCALE, or on `I` that is divided. To recompute
+repeats the forward's. From stored activations, where operands are whole and each core
+computes its own columns: none.
 """
 
 from types import SimpleNamespace
@@ -83,10 +85,11 @@ def sharded_moe_cte(
             `block_sharding_strategy` deals blocks to cores: `PING_PONG` in turn,
             `HI_LO` in contiguous parts; empty blocks fill up the last round.
         lnc: the mesh axis of the cores.
-        shard_on: what they divide. `"block"`: the blocks; all operands are whole on
-            every core. `"intermediate"`: `I`, that of both weights, of the bias and
-            the scale of gate and up. `"hidden"`: `H`, that of tokens, both weights, the
-            bias and the scale of down, and the output.
+        shard_on: what they divide. `"block"`: the blocks, with one all-reduce of the
+            output; all operands are whole on every core. `"intermediate"`: `I`, that of
+            both weights, of the bias and the scale of gate and up, with one all-reduce
+            a block. `"hidden"`: `H`, that of tokens, both weights, the bias and the
+            scale of down, and the output, with one all-reduce a block.
         **options: further arguments of `moe_cte`, by name.
 
     Returns:

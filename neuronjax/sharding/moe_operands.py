@@ -56,8 +56,8 @@ def require_multiple(
     count = mesh.shape[lnc]
     for name, (size, unit) in sizes.items():
         if size % (count * unit):
-            of = f" of {unit}" if unit > 1 else ""
+            each = f"{unit} times the" if unit > 1 else "the"
             raise ValueError(
-                f"{sharded}: {name} must be a multiple{of} of the {count} cores of "
+                f"{sharded}: {name} must be a multiple of {each} {count} cores of "
                 f"{lnc!r}, got {size}"
             )
