@@ -319,8 +319,9 @@ def test_temporaries_hold_no_weight_of_each_block_and_no_expert_of_each_token(
     assert max(operands, slots) < least
     assert not _large(compiled.as_text(), least)
     everything = sum(x.nbytes for x in floats.values())
-    stored = 4 * case.count * case.block * (2 * 24 + 32)
-    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * (everything + stored)
+    stored = 0 if options else 4 * case.count * case.block * (2 * 24 + 32)
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used <= 1.2 * (everything + stored)
 
 
 def test_the_search_for_large_types_finds_a_gathered_weight():
