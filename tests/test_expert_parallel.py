@@ -251,3 +251,22 @@ def test_refusals(change, message):
     arrays["router"] = arrays["router"][:, :experts]
     with pytest.raises(ValueError, match=f"expert_parallel_moe: {message}"):
         over(make_mesh(expert=4), arrays, **change)
+
+
+def test_explicit_axes_carry_the_split_in_the_type():
+    arrays = operands(seed=9)
+    wanted = value_and_grads(lambda a: over(make_mesh(expert=4), a)[0], arrays)
+    mesh = make_mesh(explicit=True, expert=4)
+    with jax.set_mesh(mesh):
+        whole = ("router", "router_b")
+        placed = {
+            n: jax.device_put(
+                a, jax.NamedSharding(mesh, P() if n in whole else P("expert"))
+            )
+            for n, a in arrays.items()
+        }
+        out = jax.jit(lambda a: over(mesh, a)[0])(placed)
+        grads = jax.jit(jax.grad(lambda a: (over(mesh, a)[0] ** 2).sum()))(placed)
+    assert jax.typeof(out).sharding.spec == P("expert", None)
+    assert jax.typeof(grads["gate_up"]).sharding.spec[0] == "expert"
+    np.testing.assert_allclose(out, wanted[0], rtol=1e-6, atol=1e-6)

@@ -182,6 +182,25 @@ def test_a_narrow_dtype_computes_narrow():
     assert error.max() < 0.05 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("act_fn", ["SOFTMAX", "SIGMOID"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_few_tokens_by_the_decode_macro_give_the_same(act_fn, normalize):
+    layer, x = layer_of(act_fn=act_fn, norm_topk_prob=normalize), inputs(seq=1)
+    agree(layer.decode(x, residual=x), layer(x, residual=x))
+    decoded, whole = (
+        got_of(layer, x, call)[1]
+        for call in (lambda m, x: m.decode(x), lambda m, x: m(x))
+    )
+    agree(decoded, whole)
+
+
+def test_quantizing_a_model_leaves_the_experts():
+    layer = layer_of()
+    narrow = neuronjax.quantize(nnx.Dict(moe=layer), "row-fp8")["moe"]
+    assert isinstance(narrow.shared, nn.QuantizedMLP)
+    np.testing.assert_array_equal(narrow.gate_up[...], layer.gate_up[...])
+
+
 @pytest.mark.parametrize(
     "sizes", [dict(expert=4), dict(tensor=3), dict(expert=4, tensor=2)], ids=str
 )

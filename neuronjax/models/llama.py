@@ -6,7 +6,7 @@ Llama 2.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -171,20 +171,20 @@ class Llama(nnx.Module):
             stream=stream,
         )
 
-    def stacked(self) -> "Llama":
+    def stacked(self) -> Self:
         """The same model with its layers stacked, to scan over; shares the rest."""
         if self.scan_layers:
             return self
         return self._with(stack_layers(self.layers), scan_layers=True)
 
-    def unstacked(self) -> "Llama":
+    def unstacked(self) -> Self:
         """The same model with a list of layers; shares the rest."""
         if not self.scan_layers:
             return self
         layers = unstack_layers(self.layers, self.config.num_layers)
         return self._with(nnx.List(layers), scan_layers=False)
 
-    def _with(self, layers, *, scan_layers: bool) -> "Llama":
+    def _with(self, layers, *, scan_layers: bool) -> Self:
         copy = nnx.merge(*nnx.split(self))
         copy.layers, copy.scan_layers = layers, scan_layers
         return copy

@@ -20,8 +20,8 @@ class MoELM(Llama):
     """A decoder of experts: `Llama` with `nn.MoE` for its `nn.MLP`.
 
     Prefill, decoding and `generate` are those of `Llama`. No token is ever dropped, so
-    decoding one by one gives what a whole sequence gives. Prefill and decoding both
-    emit `BlockwiseMM`, with smaller blocks for fewer tokens.
+    decoding one by one gives what a whole sequence gives. Whole sequences and prefill
+    emit `BlockwiseMM`, decoding `ExpertMLPs`.
 
     Args:
         config: its sizes, a `MoEConfig`.

@@ -4,13 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from neuronjax.nn.cache import LayerCache
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.mlp import MLP
 from neuronjax.nn.parameter import at_dtype, parameter
 from neuronjax.primitives.blockwise_mm.functions import moe_cte
 from neuronjax.primitives.blockwise_mm.spec import SkipMode
+from neuronjax.primitives.expert_mlps.functions import moe_tkg
 from neuronjax.primitives.reduce import rms_norm
 from neuronjax.primitives.router_topk import load_balance_loss, router_topk
 from neuronjax.primitives.routing import (
@@ -23,9 +25,9 @@ from neuronjax.primitives.routing import (
 class MoE(nnx.Module):
     """RMSNorm, router, the experts of each token, and a shared expert if there is one.
 
-    The twin of `rms_norm`, `router_topk`, `route_to_blocks` and `moe_cte`, in that
-    order; no token is dropped. The shared expert is the twin of `mlp` and is added
-    after the routed sum.
+    The twin of `rms_norm`, `router_topk`, `route_to_blocks` and `moe_cte` (`moe_tkg`
+    when decoding), in that order; no token is dropped. The shared expert is the twin of
+    `mlp` and is added after the routed sum.
 
     Args:
         d_model: width of the residual stream.
@@ -45,7 +47,8 @@ class MoE(nnx.Module):
         rngs: where the initial values come from.
 
     `gate_up [E, d_model, 2, d_ff]` carries the partition names `("expert", None, None,
-    "tensor")`, `down [E, d_ff, d_model]` `("expert", "tensor", None)`.
+    "tensor")`, `down [E, d_ff, d_model]` `("expert", "tensor", None)`. Quantizing a
+    model (`neuronjax.quantize`) quantizes the shared expert and leaves the others.
     """
 
     def __init__(
@@ -110,23 +113,24 @@ class MoE(nnx.Module):
         loss = load_balance_loss(logits, index, act_fn=self.act_fn, token_mask=mask)
         return out, loss
 
-    def _apply(self, x, residual, token_mask) -> tuple[Array, Array, Array, Any]:
+    def decode(
+        self,
+        x: Float[Array, "batch seq d_model"],
+        residual: Float[Array, "batch seq d_model"] | None = None,
+    ) -> Float[Array, "batch seq d_model"]:
+        """What a call returns, by the macro for a few tokens: `ExpertMLPs`."""
+        return self._apply(x, residual, None, self._few)[0]
+
+    def _apply(self, x, residual, token_mask, experts=None):
+        """The output; the router's logits and choices; the mask of tokens."""
         shape = x.shape
         x = x if self.dtype is None else x.astype(self.dtype)
         if self.norm is not None:
             x = rms_norm(x, at_dtype(self.norm, self.dtype), eps=self.norm_eps)
         mask = None if token_mask is None else token_mask.reshape(-1)
-        rows, logits, index = self._routed(x.reshape(-1, shape[-1]), mask)
-        out = rows.reshape(shape)
-        out = out if self.shared is None else out + self.shared(x)
-        out = out if residual is None else out + residual.astype(out.dtype)
-        return out, logits, index, mask
-
-    def _routed(self, x: Array, mask: Array | None) -> tuple[Array, Array, Array]:
-        """The routed sum of `[tokens, d_model]`, the router's logits and choices."""
-        weights = [at_dtype(w, self.dtype) for w in (self.gate_up, self.down)]
+        rows = x.reshape(-1, shape[-1])
         logits, index, affinities = router_topk(
-            x,
+            rows,
             at_dtype(self.router, self.dtype),
             act_fn=self.act_fn,
             k=self.experts_per_token,
@@ -134,15 +138,23 @@ class MoE(nnx.Module):
             norm_topk_prob=self.norm_topk_prob,
             token_mask=mask,
         )
+        out = (experts or self._blocks)(rows, index, affinities).reshape(shape)
+        out = out if self.shared is None else out + self.shared(x)
+        out = out if residual is None else out + residual.astype(out.dtype)
+        return out, logits, index, mask
+
+    def _blocks(self, x: Array, index: Array, affinities: Array) -> Any:
+        """The routed sum of `[tokens, d_model]`, expert by expert."""
         load = x.shape[0], self.experts_per_token, self.num_experts
         size = self.block_size or block_size_for(*load)
         ids, experts, _ = route_to_blocks(
             index, self.num_experts, size, skip_token=True
         )
-        out = moe_cte(
+        return moe_cte(
             x,
             mask_affinities(affinities, index, skip_token=True),
-            *weights,
+            at_dtype(self.gate_up, self.dtype),
+            at_dtype(self.down, self.dtype),
             ids,
             experts,
             size,
@@ -151,8 +163,19 @@ class MoE(nnx.Module):
             activation_function=self.activation,
             checkpoint=self.checkpoint,
         )
-        assert isinstance(out, Array)
-        return out, logits, index
+
+    def _few(self, x: Array, index: Array, affinities: Array) -> Array:
+        """The same for a few tokens."""
+        return moe_tkg(
+            x,
+            at_dtype(self.gate_up, self.dtype),
+            at_dtype(self.down, self.dtype),
+            affinities,
+            index,
+            is_all_expert=False,
+            expert_affinities_scaling_mode="POST_SCALE",
+            activation_fn=self.activation,
+        )
 
 
 class MoEDecoderLayer(DecoderLayer):
@@ -215,3 +238,16 @@ class MoEDecoderLayer(DecoderLayer):
         attended = self.attention(x, cos, sin)
         h = x.astype(attended.dtype) + attended
         return self.mlp.with_balance(h, residual=h)
+
+    def decode(
+        self,
+        x: Array,
+        cos: Array,
+        sin: Array,
+        cache: LayerCache,
+        lengths: Int[Array, " batch"],
+    ) -> tuple[Array, LayerCache]:
+        """The layer over new tokens, with a cache of the old ones."""
+        out, cache = self.attention.decode(x, cos, sin, cache, lengths)
+        h = x.astype(out.dtype) + out
+        return self.mlp.decode(h, residual=h), cache
