@@ -199,11 +199,20 @@ def test_wide_ids_do_not_wrap_around():
     same(got, run(*given, token_position_to_id=missing))
 
 
-def test_no_token_at_all_gives_an_empty_output():
-    hidden, affinity, gate_up, down = operands()
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_token_at_all_gives_an_empty_output_and_no_gradient(rows):
+    """R-37, with no slot at all."""
+    given = [
+        x[len(x) - n :] for x, n in zip(operands(), (rows, rows * E), strict=False)
+    ]
+    given += operands()[2:]
     none = dict(token_position_to_id=IDS[:0], block_to_expert=EXPERTS[:0])
-    out = run(hidden[T:], affinity[T * E :], gate_up, down, **none)
-    assert out.shape == (1, H) and (np.asarray(out) == 0).all()
+    none |= dict(skip_dma=SkipMode(skip_token=rows == 0))
+    both = MoECTESpec("shard_on_i", shard_on_I=ShardOnIConfig(True))
+    outs, pull = jax.vjp(lambda *live: run(*live, spec=both, **none), *given)
+    assert [x.shape for x in outs] == [(rows, H), (0, 2, D_FF, B), (0, B, H)]
+    for x in (*outs, *pull(outs)):
+        assert not np.asarray(x).any()
 
 
 def backward_call(spec="shard_on_i", **settings: Any):

@@ -23,7 +23,11 @@ from jaxtyping import Array
 
 from neuronjax.kernels.blockwise_mm.experts import Expert
 from neuronjax.kernels.blockwise_mm.forms import experts_of
-from neuronjax.kernels.blockwise_mm.forward import block_fwd, scaled_rows
+from neuronjax.kernels.blockwise_mm.forward import (
+    block_fwd,
+    scaled_rows,
+    serves_nobody,
+)
 from neuronjax.kernels.blockwise_mm.narrow import (
     from_bits,
     put,
@@ -280,8 +284,10 @@ def _run(
     ops, given = Operands(*operands[:count]), Given(*operands[count:])
     opts, wrt = Options.of(config), config["grads"]
     experts = experts_of(ops, opts, is_static=is_static)
-    slots = slots_of(ops, opts, experts.acc)
     weights = tuple(key for key in wrt if key in WEIGHTS)
+    if serves_nobody(ops):
+        return _of_no_token(ops, experts, wrt)
+    slots = slots_of(ops, opts, experts.acc)
     run = expert_blocks_bwd_static if is_static else expert_blocks_bwd
     found = run(ops, given, slots, experts, opts, weights)
     if opts.shard == "intermediate":
@@ -294,6 +300,13 @@ def _run(
     table = table.at[index].add(affinity, mode="drop")
     grads = dict(hidden=found.hidden, affinity=table, **found.weights)
     return tuple(_like(grads[key], ops, key, experts) for key in wrt)
+
+
+def _of_no_token(ops: Operands, experts: Any, wrt: tuple) -> tuple[Array, ...]:
+    shapes = _shapes(ops, experts, wrt)
+    shapes |= dict(hidden=ops.hidden.shape, affinity=ops.affinity.shape)
+    none = {key: jnp.zeros(shapes[key], experts.acc) for key in wrt}
+    return tuple(_like(none[key], ops, key, experts) for key in wrt)
 
 
 def _is_partial(opts: Options) -> bool:

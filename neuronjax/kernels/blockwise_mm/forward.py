@@ -149,11 +149,28 @@ def expert_blocks_static(
     return out, *turned(held)
 
 
+def serves_nobody(ops: Operands) -> bool:
+    """Whether there is no row or no slot at all: nothing to loop over."""
+    return 0 in (ops.hidden.shape[0], ops.token_id.shape[0])
+
+
+def _of_no_token(ops: Operands, experts: Any, opts: Options) -> tuple[Array, ...]:
+    size, width = opts.block_size, ops.hidden.shape[1]
+    blocks = ops.token_id.shape[0] // size
+    shapes = (blocks, 2, experts.d_ff, size), (blocks, size, width)
+    held = (jnp.zeros(shape, ops.hidden.dtype) for shape in shapes)
+    return jnp.zeros(ops.hidden.shape, experts.acc), *(
+        part for part, _ in zip(held, opts.stored, strict=False)
+    )
+
+
 def run_blocks(
     ops: Operands, opts: Options, *, is_static: bool = False
 ) -> tuple[Array, ...]:
     """`out [R, H]` in the dtype of sums, and what `opts.stored` names."""
     experts = experts_of(ops, opts, is_static=is_static)
+    if serves_nobody(ops):
+        return _of_no_token(ops, experts, opts)
     slots = slots_of(ops, opts, experts.acc)
     run = expert_blocks_static if is_static else expert_blocks_fwd
     return run(ops.hidden, slots, experts, opts)
