@@ -111,8 +111,8 @@ def sharded_moe_cte(
         ...     make_mesh(lnc=1, data=1), h, affinity, *w, ids, jnp.array([0]), 2,
         ...     lnc="data",
         ... )
-        >>> out[:, 0]
-        Array([62.849, 0.   ], dtype=float32)
+        >>> out[:, 0].round(1)
+        Array([62.8,  0. ], dtype=float32)
     """
     if shard_on not in _SPECS:
         raise ValueError(
