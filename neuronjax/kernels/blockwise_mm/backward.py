@@ -37,7 +37,7 @@ from neuronjax.kernels.blockwise_mm.narrow import (
 )
 from neuronjax.kernels.blockwise_mm.operands import Operands, Option, Options
 from neuronjax.kernels.blockwise_mm.slots import Slots, most, slots_of, visits_of
-from neuronjax.kernels.blockwise_mm.swiglu import gated_bwd
+from neuronjax.kernels.blockwise_mm.swiglu import clamped_bwd, gated_bwd
 from neuronjax.kernels.shard_common import settled
 
 WEIGHTS = ("gate_up_w", "down_w", "gate_up_b", "down_b")
@@ -80,11 +80,19 @@ class BlockGrads(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one block: `x` and `d_out` `[B, H]`, affinities `[B]`."""
+    """The rows of one block.
+
+    Attributes:
+        x: `[B, H]`.
+        d_out: `[B, H]`.
+        affinity: `[B]`.
+        is_token: `[B]`: an empty slot may have stored anything.
+    """
 
     x: jax.Array
     d_out: jax.Array
     affinity: jax.Array
+    is_token: jax.Array
 
 
 def block_bwd(
@@ -100,15 +108,18 @@ def block_bwd(
     is_after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
     dy = d * column if is_after else d
     dy = dy if d_down is None else dy + d_down.astype(dy.dtype)
-    d_middle = experts.down_back(dy, gate_up, expert)
+    known = jnp.where(rows.is_token[:, None, None], gate_up, 0)
+    d_middle = experts.down_back(dy, known, expert)
     d_affinity = (d * down.astype(d.dtype)).sum(1) if is_after else None
     if opts.shard == "hidden":
         d_middle, d_affinity = _summed(d_middle, d_affinity, opts)
-    middle = experts.middle(gate_up.astype(experts.acc), expert)
+    middle = experts.middle(known.astype(experts.acc), expert)
     if opts.on_intermediate:
         d_affinity = (d_middle * middle).sum(1)
         d_middle, middle = d_middle * column, middle * column
-    dz = gated_bwd(d_middle, gate_up, d_gate_up, opts).reshape(x.shape[0], -1)
+    dz = gated_bwd(d_middle, known, opts)
+    dz = dz if d_gate_up is None else dz + d_gate_up.astype(dz.dtype)
+    dz = lax.collapse(clamped_bwd(dz, gate_up, opts), 1)
     scaled = scaled_rows(x, rows.affinity, opts)
     dx = experts.gate_up_back(dz, scaled, expert)
     if opts.scaling == "PRE_SCALE":
@@ -159,7 +170,7 @@ def expert_blocks_bwd(
         token = jnp.where(is_own, slots.token[block], rows)
         held = tuple(None if x is None else take(x, block) for x in by_block)
         at = take_rows(ops.hidden, token), take_rows(given.d_out, token)
-        own = Rows(*at, slots.affinity[block])
+        own = Rows(*at, slots.affinity[block], token < rows)
         found = block_bwd(own, held, expert, experts, opts, wrt)
         old = lax.dynamic_index_in_dim(carry.affinity, block, keepdims=False)
         affinity = jnp.where(is_own, found.affinity, old)
@@ -218,8 +229,10 @@ def expert_blocks_bwd_static(
             for x in (ops.hidden, given.d_out)
         )
         expert = experts.fetch(index)
-        found = block_bwd(Rows(*at, affinity), held, expert, experts, opts, wrt)
-        is_busy = (token < ops.hidden.shape[0]).any()
+        is_token = token < ops.hidden.shape[0]
+        own = Rows(*at, affinity, is_token)
+        found = block_bwd(own, held, expert, experts, opts, wrt)
+        is_busy = is_token.any()
         parts = {key: jnp.where(is_busy, x, 0) for key, x in found.weights.items()}
         return BlockGrads(
             carry.hidden.at[token].add(found.hidden, mode="drop"),

@@ -85,7 +85,7 @@ class BlockScaled:
         blocks = to_blocks(middle, INTERMEDIATE)
         if expert.gate_up_scale is None:
             return blocks
-        is_there = to_blocks(jnp.ones(self.d_ff, bool), INTERMEDIATE)
+        is_there = to_blocks(jnp.ones(self.d_ff, middle.dtype), INTERMEDIATE) > 0
         return jnp.where(is_there, blocks, expert.gate_up_scale)
 
     def down(self, middle: jax.Array, expert: Expert) -> jax.Array:

@@ -205,13 +205,16 @@ def _like(busy: jax.Array, x: jax.Array) -> jax.Array:
     return busy.reshape(-1, *[1] * (x.ndim - 1))
 
 
-def _slopes(dm, gate_up, d_gate_up, opts: Options) -> jax.Array:
-    """The cotangent of gate and up before the clamp, from that of their product."""
+def _slopes(dm: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
+    """The cotangent of gate and up after the clamp, from that of their product."""
     wide = gate_up.astype(dm.dtype)
     act = ACTIVATIONS[opts.activation]
     opened, push = jax.jvp(act, (wide[:, :, 0],), (jnp.ones_like(dm),))
-    dz = jnp.stack([dm * wide[:, :, 1] * push, dm * opened], 2)
-    dz = dz if d_gate_up is None else dz + d_gate_up.astype(dz.dtype)
+    return jnp.stack([dm * wide[:, :, 1] * push, dm * opened], 2)
+
+
+def _within(dz: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
+    """The cotangent before the clamp."""
     for at, (low, high) in enumerate((opts.gate_limits, opts.up_limits)):
         z = gate_up[:, :, at]
         outside = jnp.zeros(z.shape, bool)
@@ -257,7 +260,9 @@ def _gradients(
     gate_up, down, d_gate_up, d_down = stored
     after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
     before = opts.scaling == "PRE_SCALE"
-    a, wide = blocks.affinity, gate_up.astype(d.dtype)
+    is_token = (blocks.token < ops.hidden.shape[0])[..., None, None]
+    known = jnp.where(is_token, gate_up, 0)
+    a, wide = blocks.affinity, known.astype(d.dtype)
     dy = d * a if after else d
     dy = dy if d_down is None else dy + d_down.astype(dy.dtype)
     dm = _exchanged(product("nbh,nih->nbi", dy, blocks.down), opts, "hidden")
@@ -269,7 +274,9 @@ def _gradients(
     if opts.on_intermediate:
         da = _exchanged((dm * m).sum(2), opts, "intermediate")
         dm, m = dm * a, m * a
-    dz = _slopes(dm, gate_up, d_gate_up, opts)
+    dz = _slopes(dm, known, opts)
+    dz = dz if d_gate_up is None else dz + d_gate_up.astype(dz.dtype)
+    dz = _within(dz, gate_up, opts)
     x = blocks.x * a if before else blocks.x
     dx = product("nbji,nhji->nbh", dz, blocks.gate_up)
     dx = _through(round_x, x, dx, opts)

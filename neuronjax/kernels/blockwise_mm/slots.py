@@ -5,7 +5,7 @@ an expert are read once; those without a token are not visited at all.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,16 +88,16 @@ def _is_open(conditions: jax.Array, blocks: int, num_static: int) -> jax.Array:
     return open_so_far | (jnp.arange(blocks) < num_static)
 
 
-def _last_of_each(token: jax.Array, rows: int) -> jax.Array:
-    """Leaves each token the last slot that names it: what overwriting would leave."""
+def _last_of_each(token: jax.Array, rows: Any) -> jax.Array:
+    """Leaves each token the last slot that names it: the others count as empty."""
     flat = token.reshape(-1)
     place = lax.broadcasted_iota(jnp.int32, flat.shape, 0)
     last = jnp.full(rows + 1, -1, jnp.int32).at[flat].max(place)
     return jnp.where(last[flat] == place, flat, rows).reshape(token.shape)
 
 
-def visits_of(slots: Slots, rows: int, num_experts: int) -> Visits:
-    """The order in which blocks are visited."""
+def visits_of(slots: Slots, rows: Any, num_experts: int) -> Visits:
+    """The order in which blocks are visited; `rows` may be a symbolic size."""
     busy = (slots.token < rows).any(1)
     key = jnp.where(busy, slots.expert, num_experts)
     count = jnp.zeros(num_experts + 1, jnp.int32).at[key].add(1)[:num_experts]

@@ -33,19 +33,18 @@ def gated(gate_up: jax.Array, opts: Options) -> jax.Array:
     return activation(gate_up[:, 0], opts.activation) * gate_up[:, 1]
 
 
-def gated_bwd(
-    d_middle: jax.Array, gate_up: jax.Array, d_stored: jax.Array | None, opts: Options
-) -> jax.Array:
-    """The cotangent of gate and up before their clamp, `[B, 2, I]`.
-
-    `gate_up` comes in the dtype in which it was stored; `d_stored` is the cotangent of
-    what was stored.
-    """
+def gated_bwd(d_middle: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
+    """The cotangent of gate and up after their clamp, `[B, 2, I]`."""
     wide = gate_up.astype(d_middle.dtype)
     opened, slope = activation_grad(wide[:, 0], opts.activation)
-    dz = jnp.stack([d_middle * wide[:, 1] * slope, d_middle * opened], 1)
-    if d_stored is not None:
-        dz = dz + d_stored.astype(dz.dtype)
+    return jnp.stack([d_middle * wide[:, 1] * slope, d_middle * opened], 1)
+
+
+def clamped_bwd(dz: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
+    """The cotangent of gate and up before their clamp.
+
+    `gate_up` comes in the dtype in which it was stored.
+    """
     if opts.gate_limits == opts.up_limits == (None, None):
         return dz
     d_gate = _inside(dz[:, 0], gate_up[:, 0], opts.gate_limits)
