@@ -55,6 +55,7 @@ from neuronjax.primitives.indices import (
 )
 from neuronjax.primitives.indices import indexed_flatten as indexed_flatten
 from neuronjax.primitives.mlp import mlp as mlp
+from neuronjax.primitives.moe_block_tkg import moe_block_tkg as moe_block_tkg
 from neuronjax.primitives.mx import dequantize_mx as dequantize_mx
 from neuronjax.primitives.mx import down_proj_mx as down_proj_mx
 from neuronjax.primitives.mx import gate_up_proj_mx as gate_up_proj_mx

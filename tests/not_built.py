@@ -45,13 +45,11 @@ def _whole(reason: str, *functions: str) -> list[NotBuilt]:
     return [NotBuilt(function, reason) for function in functions]
 
 
-EXPERTS = "mixture of experts is not built yet"
 MESH = "collectives and the decode megakernel are not built yet"
 REST = "convolutions and the loss are not built yet"
 
 
 TABLE = [
-    *_whole(EXPERTS, "moe_block_tkg"),
     *_whole(MESH, "allgather_compute_matmul", "fine_grained_allgather"),
     *_whole(MESH, "allgather_sb2sb", "allgather_sb2sb_tiled", "all_reduce"),
     *_whole(MESH, "all_to_all", "attn_q_batch_shard", "transformer_tkg"),

@@ -48,3 +48,33 @@ def moe_tkg(inputs, options):
     if call.get("is_all_expert") and not scaled:
         call.pop("mask_unselected_experts", None)  # masks what NO_SCALE does not read
     return {"out": neuronjax.moe_tkg(**_quantized(call, options))}
+
+
+_BLOCK_SETTINGS = (
+    "eps",
+    "top_k",
+    "router_act_fn",
+    "router_pre_norm",
+    "norm_topk_prob",
+    "expert_affinities_scaling_mode",
+    "hidden_act_fn",
+    "gate_clamp_upper_limit",
+    "gate_clamp_lower_limit",
+    "up_clamp_upper_limit",
+    "up_clamp_lower_limit",
+    "router_mm_dtype",
+    "hidden_actual",
+    "skip_router_logits",
+    "is_all_expert",
+    "rank_id",
+)
+
+
+@adapter("moe_block_tkg")
+def moe_block_tkg(inputs, options):
+    settings = {key: options[key] for key in _BLOCK_SETTINGS if key in options}
+    call = {**inputs, **settings}
+    if not call.get("router_pre_norm", True):  # no effect there; the router refuses
+        call.pop("norm_topk_prob", None)
+    out, *rest = neuronjax.moe_block_tkg(**_quantized(call, options))
+    return {"out": out, **dict(zip(("router_logits",), rest, strict=False))}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.kernels.expert_mlps.operands import Operands, Options
@@ -20,9 +21,10 @@ from neuronjax.kernels.mx.layout import (
     bias_to_row,
     dequantized,
     from_blocks,
+    to_blocks,
     unpack_weight,
 )
-from neuronjax.kernels.mx.plain import mx_linear_plain
+from neuronjax.kernels.mx.plain import mx_linear_plain, rounded_blocks_plain
 
 
 def expert_mlps_plain(*operands: Any, name: str, **config: Any) -> tuple[jax.Array]:
@@ -71,16 +73,34 @@ def _weights(ops: Operands, opts: Options, acc: Any) -> jax.Array:
 def _expert(ops: Operands, opts: Options, acc: Any) -> jax.Array:
     """What one expert makes of every token, `[T, H]`."""
     gate, up = (_project(ops, opts, side).astype(acc) for side in (0, 1))
-    gate = jnp.clip(gate, opts.gate_clamp_lower_limit, opts.gate_clamp_upper_limit)
-    up = jnp.clip(up, opts.up_clamp_lower_limit, opts.up_clamp_upper_limit)
-    middle = ACTIVATIONS[opts.activation](gate) * up
+    middle = _gated(gate, up, opts)
     if opts.quantization == "MX":
-        packed = ops.down_w, ops.down_scale
-        kind = FORMATS[opts.weight_format]
-        y = mx_linear_plain(middle, *packed, INTERMEDIATE, kind)
+        y = _down_of_blocks(middle, ops, opts)
     else:
         y = _linear(middle, ops.down_w, ops.down_scale, ops, acc)
     return y if ops.down_b is None else y + ops.down_b.astype(acc)
+
+
+def _gated(gate: jax.Array, up: jax.Array, opts: Options) -> jax.Array:
+    gate = jnp.clip(gate, opts.gate_clamp_lower_limit, opts.gate_clamp_upper_limit)
+    up = jnp.clip(up, opts.up_clamp_lower_limit, opts.up_clamp_upper_limit)
+    return ACTIVATIONS[opts.activation](gate) * up
+
+
+def _down_of_blocks(middle: jax.Array, ops: Operands, opts: Options) -> jax.Array:
+    """The down projection of rounded blocks, in the order in which blocks lie.
+
+    Places of the last tile that hold no value have what their bias gives: it meets
+    weights of zero, and counts in the scale of its block.
+    """
+    kind, blocks = FORMATS[opts.weight_format], to_blocks(middle, INTERMEDIATE)
+    if ops.gate_up_b is not None:
+        gate, up = ops.gate_up_b.astype(middle.dtype).transpose(1, 3, 0, 2)
+        fill = lax.stop_gradient(_gated(gate, up, opts))
+        is_there = to_blocks(jnp.ones_like(middle[0]), INTERMEDIATE)
+        blocks = jnp.where(is_there > 0, blocks, fill)
+    weight = dequantized(ops.down_w, ops.down_scale, kind).astype(middle.dtype)
+    return jnp.einsum("tqpr,qprh->th", rounded_blocks_plain(blocks), weight)
 
 
 def _project(ops: Operands, opts: Options, side: int) -> jax.Array:
@@ -101,7 +121,7 @@ def _project(ops: Operands, opts: Options, side: int) -> jax.Array:
         blocks = dequantized(ops.hidden, ops.hidden_scale, E4M3FN)
         size = 4 * ops.hidden.shape[0] * ops.hidden.shape[1]
         rows = from_blocks(jnp.moveaxis(blocks, -1, 0), HIDDEN, size)
-        y = rows @ unpack_weight(w, scale, HIDDEN, kind, size)
+        y = jnp.matmul(rows, unpack_weight(w, scale, HIDDEN, kind, size))
     if bias is None:
         return y
     return y + bias_to_row(bias.astype(y.dtype), y.shape[-1])

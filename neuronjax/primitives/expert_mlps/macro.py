@@ -41,6 +41,8 @@ def _emit_backward(operands, outs, cotangents, *, name, **config):
     # A token of affinity 0 gives the affinity a gradient: none is left out here.
     opts = Options.of(config)._replace(block_size=None)
     given = Operands(*operands)
+    if given.hidden_scale is not None:
+        return _own_vjp(given, cotangents[0], config)
     ops, (d_out,) = (untiled(given) if opts.is_tiled else given), cotangents
     d_out = untile(d_out, OUT_AXIS) if opts.is_tiled else d_out
     of_blocks, bag = block_operands(ops, opts)
@@ -54,6 +56,22 @@ def _emit_backward(operands, outs, cotangents, *, name, **config):
     return tuple(
         _gradient(key, grads, x, opts.is_tiled) for key, x in given._asdict().items()
     )
+
+
+def _own_vjp(ops: Operands, d_out: jax.Array, config: dict[str, Any]) -> tuple:
+    """The gradients beside a quantized `hidden`: those of the leaf itself."""
+    floats = {
+        key: x
+        for key, x in ops._asdict().items()
+        if x is not None and is_differentiable(x.dtype)
+    }
+
+    def leaf(live: dict[str, jax.Array]) -> jax.Array:
+        return expert_mlps_static(*ops._replace(**live), name=NAME, **config)[0]
+
+    _, pull = jax.vjp(leaf, floats)
+    (found,) = pull(d_out)
+    return tuple(found.get(key) for key in Operands._fields)
 
 
 def _d_affinities(d_local: jax.Array, ops: Operands, opts: Options) -> jax.Array:
