@@ -111,8 +111,8 @@ def moe_cte(
             of the hidden states and weights, the wider where they differ. (The vendor's
             default is bfloat16, which would round float32 operands unasked.) Sums are
             float32, with float64 operands float64.
-        is_tensor_update_accumulating: False: the last slot that names a token
-            overwrites, for one expert a token.
+        is_tensor_update_accumulating: False, for one expert a token: the last slot that
+            names a token has it, and any before are empty.
         expert_affinities_scaling_mode: `POST_SCALE`, `PRE_SCALE`, `NO_SCALE`, or
             `PRE_SCALE_DELAYED`, which is `PRE_SCALE`.
         gate_clamp_upper_limit: `g` is at most this, then at least the lower limit.
