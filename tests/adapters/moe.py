@@ -48,7 +48,7 @@ def _spec(inputs, options):
     kind = _IMPLEMENTATIONS[options["variant"]]
     if "block" in kind:
         return neuronjax.MoECTESpec(kind)
-    # The reference never multiplies there; where that differs, so does not `moe_cte`.
+    # The reference ignores the flag; `moe_cte` refuses it where that would differ.
     on_i = options.get("expert_affinity_multiply_on_I", False)
     mode = options.get("expert_affinities_scaling_mode", "POST_SCALE")
     on_i = on_i and mode == "POST_SCALE" and "down_proj_bias" not in inputs
