@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import neuronjax
-from tests.moe_equations import FLOATS, PRE, most_blocks, slots_of
+from tests.moe_equations import FLOATS, PRE, live_slots, most_blocks, slots_of
 
 FOLDER = pathlib.Path(__file__).parent / "cases"
 LIMITS = [f"{w}_clamp_{s}_limit" for w in ("gate", "up") for s in ("upper", "lower")]
@@ -121,8 +121,7 @@ class Case:
 
     def filled(self, rest, cotangents):
         """The cotangents with zeros where a slot is empty."""
-        ids = np.asarray(rest["token_position_to_id"]).reshape(-1, self.block)
-        live = (0 <= ids) & (ids < self.tokens)
+        live = live_slots(self.settings | rest, self.tokens)
         d_out, d_gate_up, d_down = cotangents
         d_gate_up = d_gate_up * live[:, None, None, :].astype(d_gate_up.dtype)
         return d_out, d_gate_up, d_down * live[..., None].astype(d_down.dtype)
@@ -132,7 +131,7 @@ def spec_of(implementation, settings):
     """The dispatcher's argument; takes the options that it holds."""
     inner = {
         name: settings.pop(name)
-        for name in ("checkpoint_activation", "expert_affinity_multiply_on_I")
+        for name in [x.name for x in dataclasses.fields(neuronjax.ShardOnIConfig)]
         if name in settings
     }
     config = neuronjax.ShardOnIConfig(**inner) if inner else None
@@ -163,6 +162,7 @@ def formula(case, floats, ids, experts):
     x, a, gate_up, down, *biases = [floats[n] for n in FLOATS if n in floats]
     dtype, blocks = x.dtype, ids.size // case.block
     live = (ids >= 0) & (ids < case.tokens)
+    live = live if case.accumulate else live & _is_last(ids)
     t, e = jnp.where(live, ids, 0), jnp.repeat(experts.reshape(-1), case.block)
     none = jnp.zeros((), dtype)
     a = jnp.where(live, a[t * case.experts + e, 0], none)[:, None]
@@ -180,9 +180,8 @@ def formula(case, floats, ids, experts):
     m = _act(z[:, 0], case.activation) * z[:, 1]
     y = jnp.einsum("si,sih->sh", m, down[e])
     y = y + biases[1][e] if biases else y
-    kept = live if case.accumulate else live & _is_last(ids)
     added = y * a if case.scaling == "POST_SCALE" else y
-    added = jnp.where(kept[:, None], added, none)
+    added = jnp.where(live[:, None], added, none)
     out = jnp.zeros((case.rows, case.width), dtype).at[t].add(added)
     some = live.reshape(blocks, -1).any(1)[:, None, None]
     z = z.reshape(blocks, case.block, 2, -1).transpose(0, 2, 3, 1)

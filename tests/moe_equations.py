@@ -41,6 +41,27 @@ def act(x, kind):
     return x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t**2) / 2 * slope
 
 
+def live_slots(call, tokens):
+    """`[N, B]`: slots that serve a token.
+
+    Blocks from the first 0 of the conditions on serve none, but for the static ones.
+    Without accumulation a later slot of the same token leaves its earlier ones empty.
+    """
+    ids = np.asarray(call["token_position_to_id"]).reshape(-1, call["block_size"])
+    live = (0 <= ids) & (ids < tokens)
+    if call.get("conditions") is not None:
+        given = np.asarray(call["conditions"]).ravel()[: len(ids)]
+        active = np.cumprod(given != 0).astype(bool)
+        active[: call.get("num_static_block") or 0] = True
+        live &= active[:, None]
+    if not call.get("is_tensor_update_accumulating", True):
+        last = {ids[at]: at for at in zip(*np.nonzero(live), strict=True)}
+        live[:] = False
+        for at in last.values():
+            live[at] = True
+    return live
+
+
 class Moe:
     """The blocks of one call. `mx` rounds activations to block-scaled `float8_e4m3fn`.
 
@@ -91,26 +112,18 @@ class Moe:
             ends.append(np.asarray(values).astype(dtype).astype(np.float64)[:, None])
         return ends
 
+    def live(self):
+        """`[N, B]`: slots that serve a token."""
+        return live_slots(self.call, self.tokens)
+
     def visited(self):
-        """`[N]`: blocks before the first 0 of the conditions that hold a token."""
-        live = (0 <= self.ids) & (self.ids < self.tokens)
-        active = np.ones(len(self.ids), bool)
-        if self.call.get("conditions") is not None:
-            given = np.asarray(self.call["conditions"]).ravel()[: len(self.ids)]
-            active = np.cumprod(given != 0).astype(bool)
-        return live.any(1) & active
+        """`[N]`: blocks with a slot that serves a token."""
+        return self.live().any(1)
 
     def slots(self):
-        """Block, slot, token, expert of each slot that holds a token, in order."""
-        visited = self.visited()
-        for n, b in np.ndindex(self.ids.shape):
-            t = self.ids[n, b]
-            if visited[n] and 0 <= t < self.tokens:
-                yield n, b, t, self.of_block[n]
-
-    def last(self):
-        """The last slot of each token: without accumulation it alone counts."""
-        return {t: (n, b) for n, b, t, _ in self.slots()}
+        """Block, slot, token, expert of each slot that serves a token, in order."""
+        for n, b in zip(*np.nonzero(self.live()), strict=True):
+            yield n, b, self.ids[n, b], self.of_block[n]
 
     def expert(self, x, e):
         """Gate and up `[2, I]` after the clamps, and the result `[H]`, of one row."""
@@ -140,8 +153,7 @@ class Moe:
             x = self.x[t] * (a if self.scaling in PRE else 1)
             gate_up[n, :, :, b], down[n, b] = self.expert(x, e)
             y = down[n, b] * (a if self.scaling == "POST_SCALE" else 1)
-            kept = self.call.get("is_tensor_update_accumulating", True)
-            out[t] = out[t] + y if kept else y
+            out[t] += y
         return out, gate_up, down
 
     def gradients(
@@ -164,10 +176,8 @@ class Moe:
             name: np.zeros(x.shape)
             for name, x in zip((*FLOATS, *SCALES), arrays, strict=True)
         }
-        last = self.last()
-        kept = self.call.get("is_tensor_update_accumulating", True)
         for n, b, t, e in self.slots():
-            d = np.asarray(d_out[t], np.float64) * (kept or last[t] == (n, b))
+            d = np.asarray(d_out[t], np.float64)
             stored = np.asarray(gate_up[n, :, :, b], np.float64)
             y = np.asarray(down[n, b], np.float64)
             self._slot(total, t, e, d, stored, y, d_gate_up[n, :, :, b], d_down[n, b])

@@ -132,20 +132,20 @@ def test_dropping_has_one_block_for_each_expert_and_always_its_checkpoints():
     compare(got, Moe(floats | rest | case.settings).outputs(), 1e-5)
 
 
-@pytest.mark.parametrize("active", [0, 3, 7])
-def test_blocks_from_the_first_0_of_the_conditions_on_are_left_out(active):
+@pytest.mark.parametrize(("first", "static"), [(0, None), (3, None), (8, 0), (1, 3)])
+def test_blocks_from_the_first_0_of_the_conditions_on_are_left_out(first, static):
+    """Whatever the conditions after it are, and but for the static blocks."""
     case = Case(
         bias=True, implementation="shard_on_i_hybrid", blocks=8, skip_token=True
     )
     floats, rest = _operands(case)
-    conditions = np.arange(9) < active
-    conditions[-2:] = True  # after a 0 nothing counts
-    rest["conditions"] = conditions.astype(np.int32)
-    compare(
-        jax.jit(case.stored)(floats, rest),
-        Moe(floats | rest | case.settings).outputs(),
-        1e-5,
-    )
+    most = Moe(floats | rest | case.settings).visited().sum()
+    rest["conditions"] = (np.arange(9) != first).astype(np.int32)
+    options = dict(num_static_block=static)
+    moe = Moe(floats | rest | case.settings | options)
+    assert moe.visited().sum() == min(max(first, static or 0), most)
+    run = functools.partial(case.stored, **options)
+    compare(jax.jit(run)(floats, rest), moe.outputs(), 1e-5)
 
 
 def test_a_caller_that_brings_buffers_gets_the_checkpoints():
@@ -250,8 +250,8 @@ def test_padding_takes_no_capacity(skip_token):
 
 
 def test_limits_that_the_dtype_does_not_hold_still_stop_the_gradient():
-    """In bfloat16 a limit of 0.3 is 0.30078: a stored value equals that."""
-    case = Case(clamps=(0.3, -0.3, 0.3, -0.3))
+    """In bfloat16 0.3 is 0.30078 and 0.7 is 0.69922: stored values equal those."""
+    case = Case(clamps=(0.7, -0.3, 0.3, -0.7))
     floats, rest = _operands(case, "bfloat16")
     big = {n: x * 9 if n == "gate_up_proj_weight" else x for n, x in floats.items()}
     cotangents = case.cotangents("bfloat16")
@@ -259,8 +259,9 @@ def test_limits_that_the_dtype_does_not_hold_still_stop_the_gradient():
     outs, grads = program(case, STORED)(
         big, rest, (d_out, *map(jnp.zeros_like, cotangents[1:]))
     )
-    limit = np.float64(jnp.bfloat16(0.3))
-    assert np.abs(np.asarray(outs[1], np.float64)).max() == limit
+    stored = np.asarray(outs[1], np.float64)
+    ends = [[stored[:, i].max(), stored[:, i].min()] for i in (0, 1)]
+    assert ends == [[0.69921875, -0.30078125], [0.30078125, -0.69921875]]
     wanted = Moe(big | rest | case.settings).gradients(d_out, *outs[1:])
     compare(grads, {n: wanted[n] for n in grads}, 2e-2)
 
