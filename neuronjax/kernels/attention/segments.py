@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from neuronjax.kernels.attention.blocks import cut, grouped, pad_rows, rows_first
 from neuronjax.kernels.attention.options import Extras, Options
+from neuronjax.kernels.loop_bounds import least, most
 
 Carry = TypeVar("Carry")
 Size = Any  # an int, or a symbolic size while exporting
@@ -240,10 +240,10 @@ def _ranges(segment: Segment, i: Index) -> tuple[Index, Index, Index, Index]:
         return 0, 0, outer, outer + 1
     if segment.high is not None:
         high = cut(segment.high, i, segment.rows.block, 0)
-        outer, end = _least(high) // size, -(-_most(high) // size)
+        outer, end = least(high) // size, -(-most(high) // size)
     if segment.low is not None:
         low = cut(segment.low, i, segment.rows.block, 0)
-        start, inner = _least(low) // size, -(-_most(low) // size)
+        start, inner = least(low) // size, -(-most(low) // size)
         # Where rows differ so much that no block is whole, all are masked.
         inner = jnp.clip(inner, start, jnp.maximum(start, end))
         outer = jnp.maximum(outer, inner)
@@ -254,23 +254,3 @@ def _loop(start: Index, end: Index, body: Callable, carry: Carry) -> Carry:
     if isinstance(start, int) and isinstance(end, int) and end - start < 2:
         return body(start, carry) if end > start else carry
     return lax.fori_loop(start, end, body, carry)
-
-
-def _extreme(reduce: Callable[[jax.Array], jax.Array]) -> Callable:
-    """A reduction whose result is the same for all members of a mapped axis.
-
-    A loop whose bound is mapped would select every carry at every step.
-    """
-
-    @custom_vmap
-    def over_all(x):
-        return reduce(x)
-
-    @over_all.def_vmap
-    def _(size, mapped, x):
-        return over_all(x), False
-
-    return over_all
-
-
-_least, _most = _extreme(jnp.min), _extreme(jnp.max)

@@ -36,8 +36,9 @@ from neuronjax.kernels.blockwise_mm.narrow import (
     to_bits,
 )
 from neuronjax.kernels.blockwise_mm.operands import Operands, Option, Options
-from neuronjax.kernels.blockwise_mm.slots import Slots, most, slots_of, visits_of
+from neuronjax.kernels.blockwise_mm.slots import Slots, slots_of, visits_of
 from neuronjax.kernels.blockwise_mm.swiglu import clamped_bwd, gated_bwd
+from neuronjax.kernels.loop_bounds import most
 from neuronjax.kernels.shard_common import settled
 
 WEIGHTS = ("gate_up_w", "down_w", "gate_up_b", "down_b")
@@ -166,7 +167,7 @@ def expert_blocks_bwd(
 
     def visit_block(j, carry: BlockGrads, index, expert) -> BlockGrads:
         block = visits.block[jnp.minimum(visits.first[index] + j, blocks - 1)]
-        is_own = j < visits.count[index]
+        is_own = j < visits.blocks[index]
         token = jnp.where(is_own, slots.token[block], rows)
         held = tuple(None if x is None else take(x, block) for x in by_block)
         at = take_rows(ops.hidden, token), take_rows(given.d_out, token)
@@ -188,7 +189,7 @@ def expert_blocks_bwd(
         expert = experts.fetch(index)
         found = lax.fori_loop(
             0,
-            most(visits.count[index]),
+            most(visits.blocks[index]),
             lambda j, carry: visit_block(j, carry, index, expert),
             BlockGrads(carry.hidden, carry.affinity, sums),
         )
@@ -224,13 +225,13 @@ def expert_blocks_bwd_static(
 
     def visit(carry: BlockGrads, turn) -> tuple[BlockGrads, None]:
         token, affinity, block, index, held = turn
-        at = (
+        x, d_out = (
             x.at[token].get(mode="fill", fill_value=0)
             for x in (ops.hidden, given.d_out)
         )
         expert = experts.fetch(index)
         is_token = token < ops.hidden.shape[0]
-        own = Rows(*at, affinity, is_token)
+        own = Rows(x, d_out, affinity, is_token)
         found = block_bwd(own, held, expert, experts, opts, wrt)
         is_busy = is_token.any()
         parts = {key: jnp.where(is_busy, x, 0) for key, x in found.weights.items()}
@@ -252,8 +253,8 @@ def expert_blocks_bwd_static(
 
 
 def _no_rows(ops: Operands, slots: Slots, experts: Any) -> tuple[Array, Array]:
-    shapes = ops.hidden.shape, slots.token.shape
-    return tuple(jnp.zeros(shape, experts.acc) for shape in shapes)
+    d_hidden = jnp.zeros(ops.hidden.shape, experts.acc)
+    return d_hidden, jnp.zeros(slots.token.shape, experts.acc)
 
 
 def _shapes(ops: Operands, experts: Any, wrt: tuple) -> dict[str, tuple[int, ...]]:

@@ -20,8 +20,9 @@ from jaxtyping import Array
 from neuronjax.kernels.blockwise_mm.forms import experts_of
 from neuronjax.kernels.blockwise_mm.narrow import from_bits, put, take_rows, to_bits
 from neuronjax.kernels.blockwise_mm.operands import Operands, Options
-from neuronjax.kernels.blockwise_mm.slots import Slots, most, slots_of, visits_of
+from neuronjax.kernels.blockwise_mm.slots import Slots, slots_of, visits_of
 from neuronjax.kernels.blockwise_mm.swiglu import clamped
+from neuronjax.kernels.loop_bounds import most
 from neuronjax.kernels.shard_common import settled
 
 
@@ -70,7 +71,7 @@ def expert_blocks_fwd(
     def visit_block(j, carry, index, expert):
         out, *held = carry
         block = visits.block[jnp.minimum(visits.first[index] + j, blocks - 1)]
-        is_own = j < visits.count[index]
+        is_own = j < visits.blocks[index]
         token = jnp.where(is_own, slots.token[block], rows)
         affinity = slots.affinity[block]
         x = take_rows(hidden, token)
@@ -84,7 +85,7 @@ def expert_blocks_fwd(
     def visit_expert(i, carry):
         index = visits.expert[i]
         expert = experts.fetch(index)
-        count = most(visits.count[index])
+        count = most(visits.blocks[index])
         return lax.fori_loop(
             0, count, lambda j, carry: visit_block(j, carry, index, expert), carry
         )

@@ -73,7 +73,8 @@ class BlockScaled:
     def gate_up(self, x: jax.Array, expert: Expert) -> jax.Array:
         """`x @ gate_up`, `[B, 2 I]`, without the bias."""
         left = rounded(x.astype(self.acc), HIDDEN)
-        parts = [product_fwd(left, *w, self.kind) for w in _gate_and_up(expert.gate_up)]
+        weights = _gate_and_up(expert.gate_up)
+        parts = [product_fwd(left, w, scale, self.kind) for w, scale in weights]
         return jnp.concatenate(parts, axis=1).astype(self.acc)
 
     def middle(self, gate_up: jax.Array, expert: Expert) -> jax.Array:
@@ -92,11 +93,13 @@ class BlockScaled:
         """`middle @ down`, `[B, H]`, without the bias."""
         blocks = self._in_blocks(middle, expert)
         left = round_blocks(grouped(blocks), BLOCK, E4M3FN).reshape(blocks.shape)
-        return product_fwd(left, *expert.down, self.kind).astype(self.acc)
+        packed, scale = expert.down
+        return product_fwd(left, packed, scale, self.kind).astype(self.acc)
 
     def down_back(self, dy: jax.Array, gate_up: jax.Array, expert: Expert) -> jax.Array:
         """The cotangent of `middle`, `[B, I]`, from that of `down`'s result."""
-        d_blocks = product_bwd(dy, *expert.down, self.kind)
+        packed, scale = expert.down
+        d_blocks = product_bwd(dy, packed, scale, self.kind)
         blocks = self._in_blocks(gated(gate_up.astype(self.acc), self.opts), expert)
         passed = straight_through(grouped(d_blocks), grouped(blocks), BLOCK)
         return from_blocks(passed.reshape(blocks.shape), INTERMEDIATE, self.d_ff)
@@ -105,7 +108,7 @@ class BlockScaled:
         """The cotangent of `x`, `[B, H]`, from that of `gate_up`'s result."""
         halves = dz[:, : self.d_ff], dz[:, self.d_ff :]
         pairs = zip(halves, _gate_and_up(expert.gate_up), strict=True)
-        d_gate, d_up = (product_bwd(half, *w, self.kind) for half, w in pairs)
+        d_gate, d_up = (product_bwd(dy, *w, self.kind) for dy, w in pairs)
         return rounded_bwd(d_gate + d_up, x.astype(self.acc), HIDDEN)
 
     def bias_grad(self, total: jax.Array) -> jax.Array:

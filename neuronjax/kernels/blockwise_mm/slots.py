@@ -4,13 +4,11 @@ Every block has one expert. Blocks are visited expert by expert, so that the wei
 an expert are read once; those without a token are not visited at all.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from neuronjax.kernels.blockwise_mm.operands import Operands, Options
 
@@ -31,37 +29,16 @@ class Visits(NamedTuple):
     """Attributes:
     block: `[N]`: the blocks, expert by expert, those without a token last.
     first: `[E]`: where the blocks of an expert begin in `block`.
-    count: `[E]`: how many it has.
+    blocks: `[E]`: how many it has.
     expert: `[E]`: the experts, those without a block last.
     experts: how many have one.
     """
 
     block: jax.Array
     first: jax.Array
-    count: jax.Array
+    blocks: jax.Array
     expert: jax.Array
     experts: jax.Array
-
-
-def _alike(reduce: Callable[[jax.Array], jax.Array]) -> Callable:
-    """A reduction whose result is the same for all members of a mapped axis.
-
-    A loop whose bound is mapped would select every carry at every step.
-    """
-
-    @custom_vmap
-    def over_all(x):
-        return reduce(x)
-
-    @over_all.def_vmap
-    def _(size, mapped, x):
-        return over_all(x), False
-
-    return over_all
-
-
-# A bound of a loop that serves every member of a mapped axis.
-most = _alike(jnp.max)
 
 
 def slots_of(ops: Operands, opts: Options, dtype: jnp.dtype) -> Slots:
