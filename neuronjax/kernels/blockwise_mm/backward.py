@@ -14,6 +14,7 @@ gradient of a weight is summed over the blocks of its expert and written once; a
 without a token gets exactly zero.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -155,6 +156,52 @@ def _own_columns(dy: jax.Array, x: jax.Array, opts: Options) -> jax.Array:
     return lax.dynamic_slice_in_dim(dy, first, width, axis=1)
 
 
+class _Walk:
+    """The turns of both loops: over experts, and over the blocks of one."""
+
+    def __init__(
+        self, ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options
+    ):
+        self.ops, self.d_out, self.by_block = ops, given.d_out, given.by_block
+        self.slots, self.experts, self.opts = slots, experts, opts
+        self.visits = visits_of(slots, ops.hidden.shape[0], experts.count)
+
+    def block(self, j, carry: BlockGrads, index, expert: Expert) -> BlockGrads:
+        """Adds block `j` of an expert; `carry.weights` are the sums of that expert."""
+        visits, rows = self.visits, self.ops.hidden.shape[0]
+        last = self.slots.token.shape[0] - 1
+        block = visits.block[jnp.minimum(visits.first[index] + j, last)]
+        is_own = j < visits.blocks[index]
+        token = jnp.where(is_own, self.slots.token[block], rows)
+        x, d_out = take_rows(self.ops.hidden, token), take_rows(self.d_out, token)
+        own = Rows(x, d_out, self.slots.affinity[block], token < rows)
+        held = tuple(None if x is None else take(x, block) for x in self.by_block)
+        wrt = tuple(carry.weights)
+        found = block_bwd(own, held, expert, self.experts, self.opts, wrt)
+        old = lax.dynamic_index_in_dim(carry.affinity, block, keepdims=False)
+        affinity = jnp.where(is_own, found.affinity, old)
+        added = {key: jnp.where(is_own, x, 0) for key, x in found.weights.items()}
+        return BlockGrads(
+            carry.hidden.at[token].add(found.hidden, mode="drop"),
+            put(carry.affinity, affinity, block),
+            {key: x + added[key] for key, x in carry.weights.items()},
+        )
+
+    def expert(self, i, carry: BlockGrads, sums: Grads, dtypes: dict) -> BlockGrads:
+        """Adds an expert's blocks, from zero `sums`, and writes its weights' once."""
+        index = self.visits.expert[i]
+        expert = self.experts.fetch(index)
+        found = lax.fori_loop(
+            0,
+            most(self.visits.blocks[index]),
+            lambda j, carry: self.block(j, carry, index, expert),
+            carry._replace(weights=sums),
+        )
+        parts = {key: x.astype(dtypes[key]) for key, x in found.weights.items()}
+        totals = {key: put(x, parts[key], index) for key, x in carry.weights.items()}
+        return found._replace(weights=totals)
+
+
 def expert_blocks_bwd(
     ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options, wrt: tuple
 ) -> BlockGrads:
@@ -162,58 +209,24 @@ def expert_blocks_bwd(
 
     Those of rows and slots are in the dtype of sums, as are those of the biases.
     """
-    rows, blocks = ops.hidden.shape[0], slots.token.shape[0]
-    visits, by_block = visits_of(slots, rows, experts.count), given.by_block
-
-    def visit_block(j, carry: BlockGrads, index, expert) -> BlockGrads:
-        block = visits.block[jnp.minimum(visits.first[index] + j, blocks - 1)]
-        is_own = j < visits.blocks[index]
-        token = jnp.where(is_own, slots.token[block], rows)
-        held = tuple(None if x is None else take(x, block) for x in by_block)
-        at = take_rows(ops.hidden, token), take_rows(given.d_out, token)
-        own = Rows(*at, slots.affinity[block], token < rows)
-        found = block_bwd(own, held, expert, experts, opts, wrt)
-        old = lax.dynamic_index_in_dim(carry.affinity, block, keepdims=False)
-        affinity = jnp.where(is_own, found.affinity, old)
-        return BlockGrads(
-            carry.hidden.at[token].add(found.hidden, mode="drop"),
-            put(carry.affinity, affinity, block),
-            {
-                k: x + jnp.where(is_own, found.weights[k], 0)
-                for k, x in carry[2].items()
-            },
-        )
-
-    def visit_expert(i, carry: BlockGrads) -> BlockGrads:
-        index = visits.expert[i]
-        expert = experts.fetch(index)
-        found = lax.fori_loop(
-            0,
-            most(visits.blocks[index]),
-            lambda j, carry: visit_block(j, carry, index, expert),
-            BlockGrads(carry.hidden, carry.affinity, sums),
-        )
-        parts = {k: x.astype(dtypes[k]) for k, x in found.weights.items()}
-        totals = {k: put(x, parts[k], index) for k, x in carry.weights.items()}
-        return BlockGrads(found.hidden, found.affinity, totals)
-
-    one = visits.expert[0]
-    dtypes = {key: _dtype(ops, key, experts) for key in wrt}
+    walk = _Walk(ops, given, slots, experts, opts)
     shapes = _shapes(ops, experts, wrt)
+    dtypes = {key: _dtype(ops, key, experts) for key in shapes}
     sums = {key: jnp.zeros(shape[1:], experts.acc) for key, shape in shapes.items()}
+    none, one = _no_rows(ops, slots, experts), walk.visits.expert[0]
     first = settled(
-        lambda carry: visit_block(0, carry, one, experts.fetch(one)),
-        BlockGrads(*_no_rows(ops, slots, experts), sums),
+        lambda carry: walk.block(0, carry, one, experts.fetch(one)),
+        BlockGrads(*none, sums),
         *(ops, given, slots),
     )
-    sums = first.weights
+    turn = functools.partial(walk.expert, sums=first.weights, dtypes=dtypes)
     totals = {
         key: jnp.zeros(shape, to_bits(jnp.zeros((), dtypes[key])).dtype)
         for key, shape in shapes.items()
     }
     first = first._replace(weights=totals)
-    first = settled(lambda carry: visit_expert(0, carry), first, ops, given, slots)
-    found = lax.fori_loop(0, most(visits.experts), visit_expert, first)
+    first = settled(lambda carry: turn(0, carry), first, ops, given, slots)
+    found = lax.fori_loop(0, most(walk.visits.experts), turn, first)
     weights = {key: from_bits(x, dtypes[key]) for key, x in found.weights.items()}
     return found._replace(weights=weights)
 

@@ -284,11 +284,7 @@ def _gradients(
         da = (dx * blocks.x).sum(2)
         da = da if opts.shard is None else lax.psum(da, opts.axis)
         dx = dx * a
-    own = dy
-    if opts.shard == "columns":
-        width = x.shape[2]
-        at = lax.axis_index(opts.axis) * width
-        own = lax.dynamic_slice_in_dim(dy, at, width, axis=2)
+    own = _own_columns(dy, x, opts)
     return dict(
         hidden=_exchanged(dx, opts, "intermediate"),
         affinity=da,
@@ -297,6 +293,14 @@ def _gradients(
         gate_up_b=dz.sum(1),
         down_b=dy.sum(1),
     )
+
+
+def _own_columns(dy: jax.Array, x: jax.Array, opts: Options) -> jax.Array:
+    if opts.shard != "columns":
+        return dy
+    width = x.shape[2]
+    first = lax.axis_index(opts.axis) * width
+    return lax.dynamic_slice_in_dim(dy, first, width, axis=2)
 
 
 def _through(
