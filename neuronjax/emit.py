@@ -17,6 +17,9 @@ from neuronjax.primitives.attention_block_tkg.macro import (
     attention_block_tkg_kernel as attention_block_tkg_kernel,
 )
 from neuronjax.primitives.blockwise_mm import (
+    blockwise_mm_bwd_kernel as blockwise_mm_bwd_kernel,
+)
+from neuronjax.primitives.blockwise_mm import (
     blockwise_mm_kernel as blockwise_mm_kernel,
 )
 from neuronjax.primitives.cumsum import cum_sum_kernel as cum_sum_kernel

@@ -368,6 +368,58 @@ def test_the_emitter_is_the_function_by_the_macro_s_words():
     same(emitted(*given, num_stages=3), wanted)
 
 
+def test_the_emitter_of_the_backward_is_the_function_by_the_macro_s_words():
+    call, wanted = backward_call()
+    wide = neuronjax.blockwise_mm_bwd(**call, bias=True)
+    given, stored = list(call.values())[:4], stored_of(call)
+
+    def emitted(*live, **more):
+        settings = dict(block_size=B, **stored) | more
+        return neuronjax.emit.blockwise_mm_bwd_kernel(*live, IDS, EXPERTS, **settings)
+
+    same(emitted(*given), wanted)
+    same(emitted(*given, grads=("down_b", "down_w")), (wide[5], wide[3]))
+    again = dict(checkpoint="recompute", gate_up=None, down=None)
+    same(emitted(*given, **again), wanted)
+    (row,) = neuronjax.trace(lambda *x: emitted(*x, num_tiles=2), *given).rows
+    assert (row.name, row.count) == ("BlockwiseMMBwd", 1)
+    assert ("num_tiles", 2) in row.config
+
+
+def test_columns_of_the_backward_cross_no_wire():
+    call, wanted = backward_call()
+    given, stored = list(call.values())[:4], stored_of(call)
+    mesh = jax.make_mesh((2,), ("lnc",), (AxisType.Auto,), devices=jax.devices()[:2])
+    columns = P(None, "lnc"), P(), P(None, "lnc"), P()
+
+    def local(given, stored):
+        return neuronjax.emit.blockwise_mm_bwd_kernel(
+            *given, IDS, EXPERTS, block_size=B, shard="columns", axis="lnc", **stored
+        )
+
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(columns, P()),
+            out_specs=(*columns[:3], P(None, None, "lnc")),
+        )
+    )
+    assert "psum" not in str(jax.make_jaxpr(run)(tuple(given), stored))
+    same(run(tuple(given), stored), wanted)
+    with pytest.raises(ValueError, match="have the columns of one core"):
+        jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())(given, stored)
+
+
+def stored_of(call: dict[str, Any]) -> dict[str, Any]:
+    """What the backward's emitter takes beside the forward's operands."""
+    return dict(
+        gate_up=call["gate_up_proj_act_checkpoint_T"],
+        down=call["down_proj_act_checkpoint"],
+        d_out=call["output_hidden_states_grad"],
+    )
+
+
 def test_hints_of_a_spec_travel_and_change_no_value():
     given = operands()
     hints = neuronjax.ShardOnBlockConfig(

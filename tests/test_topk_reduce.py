@@ -158,3 +158,22 @@ def test_the_limits_of_the_chip_are_reported_and_do_not_hold():
     report = neuronjax.can("topk_reduce", x, 129, 9)
     assert report and not report.on_chip
     assert report.nearest == {"T": 128, "K": 8, "H": 4}
+
+
+@pytest.mark.parametrize("count", [True, 0, 2.0, np.float32(2)])
+def test_counts_are_integers_and_not_flags(count):
+    x = packed(drawn(2, 2, "bfloat16"), [0, 1], "bfloat16")
+    for name in ("T", "K"):
+        with pytest.raises(ValueError, match="T and K must be integers"):
+            neuronjax.topk_reduce(x, **(dict(T=2, K=1) | {name: count}))
+    wide = neuronjax.topk_reduce(x, np.int64(2), np.int32(1))
+    assert wide.shape == (2, 2)
+
+
+def test_keywords_of_the_config_bag_are_no_hints():
+    rows, index = drawn(2, 2), jnp.array([0, 1], jnp.int32)
+    for name, value in dict(tokens=1, k=1, static=True, name="CumSum").items():
+        with pytest.raises(ValueError, match=f"'{name}' is neither an option nor"):
+            emit.top_k_reduce_kernel(rows, index, T=2, K=1, **{name: value})
+    hinted = emit.top_k_reduce_kernel(rows, index, T=2, K=1, num_stages=2)
+    np.testing.assert_array_equal(hinted, rows)

@@ -149,6 +149,13 @@ def add(*contracts: Contract) -> None:
         CONTRACTS[contract.id] = contract
 
 
+def told(
+    name: str, find: Callable[[SimpleNamespace], Any]
+) -> Callable[[SimpleNamespace], bool]:
+    """A condition that keeps what it found as the fact `name`, for the message."""
+    return lambda call: bool(vars(call).setdefault(name, find(call)))
+
+
 def all_or_none_tiles(
     emitter: str, arguments: Iterable[str], example: Callable[[str], Mapping[str, Any]]
 ) -> Contract:

@@ -132,7 +132,7 @@ _SOURCE = [
     Entry("RouterTopKBwd", "router_topk", "generic"),
     Entry("TopKReduceBwd", "router_topk", "generic"),
     Entry("CumSumBwd", "cumsum", "generic"),
-    Entry("BlockwiseMMBwd", "blockwise_mm", "generic"),
+    Entry("BlockwiseMMBwd", "blockwise_mm", "generic", "blockwise_mm_bwd_kernel"),
     Entry("Conv1DBwd", "conv", "generic"),
     Entry("DepthwiseConv1DBwd", "conv", "generic"),
 ]

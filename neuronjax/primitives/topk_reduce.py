@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 from neuronjax.kernels import topk_reduce as kernel
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
+from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.macro import Example, MacroFamily
 from neuronjax.primitives.options import FLOATS
 from neuronjax.primitives.tile import MemrefTile
@@ -177,10 +179,7 @@ def _row(rule: str, functions: tuple[str, ...], message: str, *args, **kwargs) -
     contracts.add(Contract(f"topk_reduce.{rule}", functions, text, *args, **kwargs))
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and int(value) >= 1
-
-
+contracts.add(only_hints(EMITTER, _arguments()))
 _row(
     "tensor",
     _BOTH,
@@ -227,8 +226,8 @@ _row(
 _row(
     "counts",
     _BOTH,
-    "T and K must be Python integers of at least 1, got {T} and {K}",
-    lambda c: not (_is_count(c.T) and _is_count(c.K)),
+    "T and K must be integers of at least 1, known while tracing, got {T} and {K}",
+    lambda c: not (is_count(c.T) and is_count(c.K)),
     example=_arguments(K=0),
 )
 _row(

@@ -8,12 +8,12 @@ import numpy as np
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
-    is_number,
     is_soft_cap,
     is_wide_float,
     not_array,
 )
 from neuronjax.primitives.contracts import Contract, Size, add
+from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.tile import MemrefTile
 
 BWD, KERNEL = ("attention_bwd",), ("backwards_attention_kernel",)

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 
 def not_array(
@@ -19,14 +17,6 @@ def not_array(
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             return f"{name} must be an array, got {type(x).__name__}"
     return ""
-
-
-def is_number(x: Any, *others: Any) -> bool:
-    """Whether `x` is one of `others`, or a real number that is known while tracing."""
-    if any(x is other for other in others):
-        return True
-    kinds = int | float | np.integer | np.floating
-    return isinstance(x, kinds) and not isinstance(x, Tracer | bool)
 
 
 def is_soft_cap(cap: Any) -> bool:

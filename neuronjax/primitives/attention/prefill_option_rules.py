@@ -8,13 +8,13 @@ import numpy as np
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
-    is_number,
     is_soft_cap,
     is_wide_float,
     not_array,
 )
 from neuronjax.primitives.attention.prefill_rules import CTE, REACH, arguments, row
 from neuronjax.primitives.contracts import Contract, Size, add
+from neuronjax.primitives.kinds import is_number
 
 _PRIOR = ("k_prior", "v_prior", "prior_used_len")
 _BOUNDS = ("bound_min", "bound_max")

@@ -9,11 +9,11 @@ from jax import export
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
-    is_number,
     is_wide_float,
     not_array,
 )
 from neuronjax.primitives.contracts import Contract, Size, add, all_or_none_tiles
+from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.tile import MemrefTile
 
 CTE, KERNEL = "attention_cte", "attention_kernel"

@@ -8,7 +8,6 @@ import numpy as np
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
-    is_number,
     is_wide_float,
     not_array,
 )
@@ -19,6 +18,7 @@ from neuronjax.primitives.attention.prefill_facts import (
 )
 from neuronjax.primitives.attention.prefill_rules import UNIT_SCALE
 from neuronjax.primitives.contracts import Contract, add
+from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.registry import PREFIX_CACHING_NAMES
 from neuronjax.primitives.tile import MemrefTile
 

@@ -3,6 +3,9 @@
 from neuronjax.primitives.blockwise_mm.emitter import (
     blockwise_mm_kernel as blockwise_mm_kernel,
 )
+from neuronjax.primitives.blockwise_mm.emitter_bwd import (
+    blockwise_mm_bwd_kernel as blockwise_mm_bwd_kernel,
+)
 from neuronjax.primitives.blockwise_mm.functions import (
     blockwise_mm_baseline_shard_hidden as blockwise_mm_baseline_shard_hidden,
 )

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3
-from neuronjax.primitives.blockwise_mm.facts import ARGUMENTS, BWD, CTE, INTEGERS
+from neuronjax.primitives.blockwise_mm.facts import (
+    ARGUMENTS,
+    BWD,
+    CTE,
+    INTEGERS,
+    KERNEL_BWD,
+)
 from neuronjax.primitives.blockwise_mm.spec import QuantizationConfig
 
 _SCALES = ("gate_up_scale", "down_scale")
@@ -41,7 +47,7 @@ def arguments(**changes: Any) -> Build:
         given: dict[str, Any] = dict(_SHAPES, block_size=2)
         if function == CTE:
             given |= dict(spec="shard_on_i")
-        if function == BWD:
+        if function in (BWD, KERNEL_BWD):
             given |= _STORED
         return _named(function, given | changes)
 
@@ -71,6 +77,8 @@ def block_scaled(**changes: Any) -> Build:
         kind: dict[str, Any] = dict(quantization="MX")
         if function == CTE:
             kind = dict(spec="shard_on_i_mx")
+        if function == KERNEL_BWD:
+            kind |= dict(gate_up=(3, 2, 32, 2), down=(3, 2, 512), d_out=(4, 512))
         return arguments(**(_MX | kind | changes))(function)
 
     return build

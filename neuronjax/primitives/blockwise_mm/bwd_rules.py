@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from neuronjax.primitives.attention.operand_kinds import is_number
 from neuronjax.primitives.blockwise_mm.arguments import arguments
-from neuronjax.primitives.blockwise_mm.facts import BWD, KERNEL, is_count
-from neuronjax.primitives.blockwise_mm.rules import row, told
+from neuronjax.primitives.blockwise_mm.facts import BWD, EMITTERS
+from neuronjax.primitives.blockwise_mm.rules import row
 from neuronjax.primitives.blockwise_mm.spec import ClampLimits
+from neuronjax.primitives.contracts import told
+from neuronjax.primitives.kinds import is_count, is_number
 from neuronjax.primitives.options import (
     AffinityOption,
     KernelTypeOption,
@@ -65,7 +66,7 @@ row(
     "axis",
     "axis must be the name of a mesh axis or None, got {axis!r}",
     lambda c: not isinstance(c.axis, str | None),
-    functions=(BWD, KERNEL),
+    functions=(BWD, *EMITTERS),
     example=arguments(axis=0),
     stage=-1,
 )

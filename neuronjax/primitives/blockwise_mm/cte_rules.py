@@ -12,12 +12,12 @@ from neuronjax.primitives.blockwise_mm.facts import (
     ALL,
     BWD,
     CTE,
+    EMITTERS,
     FORWARD,
-    KERNEL,
-    is_count,
+    KERNEL_BWD,
     on_intermediate_of,
 )
-from neuronjax.primitives.blockwise_mm.rules import row, told
+from neuronjax.primitives.blockwise_mm.rules import row
 from neuronjax.primitives.blockwise_mm.spec import (
     DROPPING,
     HYBRID,
@@ -29,6 +29,8 @@ from neuronjax.primitives.blockwise_mm.spec import (
     quantization_of,
     spec_of,
 )
+from neuronjax.primitives.contracts import told
+from neuronjax.primitives.kinds import is_count, is_flag
 from neuronjax.primitives.options import (
     BlockShardStrategy,
     ExpertAffinityScaleMode,
@@ -38,7 +40,7 @@ from neuronjax.primitives.options import (
 )
 
 STORE, RECOMPUTE = CHECKPOINTS = ("store", "recompute")
-_UNTILED = tuple(function for function in ALL if function != KERNEL)
+_UNTILED = tuple(function for function in ALL if function not in EMITTERS)
 
 
 def _is_spec(c: SimpleNamespace) -> bool:
@@ -139,7 +141,7 @@ def _odd_config(c: SimpleNamespace) -> str:
     if static is not None and not is_count(static, 0):
         return f"num_static_block must be an integer of at least 0, got {static!r}"
     for name in ("checkpoint_activation", "expert_affinity_multiply_on_I"):
-        if not isinstance(getattr(on_i, name), bool | np.bool_):
+        if not is_flag(getattr(on_i, name)):
             return f"{name} must be True or False, got {getattr(on_i, name)!r}"
     return ""
 
@@ -158,7 +160,7 @@ row(
     "checkpoint",
     f"checkpoint must be {STORE!r} or {RECOMPUTE!r}, got {{checkpoint!r}}",
     lambda c: c.checkpoint not in CHECKPOINTS,
-    functions=(*FORWARD, KERNEL),
+    functions=(*FORWARD, *EMITTERS),
     example=arguments(checkpoint="none"),
     stage=0,
 )
@@ -206,8 +208,10 @@ def _on_i(**changes: Any):
         if function == BWD:
             settings: dict[str, Any] = dict(affinity_option="AFFINITY_ON_I", down=None)
         else:
-            kernel = dict(on_intermediate=True)
-            settings = kernel if function == KERNEL else dict(spec=_ON_I)
+            kernel: dict[str, Any] = dict(on_intermediate=True)
+            if function == KERNEL_BWD:
+                kernel |= dict(down=None)
+            settings = kernel if function in EMITTERS else dict(spec=_ON_I)
         return arguments(**(settings | changes))(function)
 
     return build
@@ -220,11 +224,11 @@ row(
     lambda c: (
         c.on_I and c.scaling_kind not in (None, ExpertAffinityScaleMode.POST_SCALE)
     ),
-    functions=(CTE, KERNEL),
+    functions=(CTE, *EMITTERS),
     example=lambda function: _on_i(
         **{
             "scaling"
-            if function == KERNEL
+            if function in EMITTERS
             else "expert_affinities_scaling_mode": "NO_SCALE"
         }
     )(function),
@@ -236,7 +240,7 @@ row(
     lambda c: (
         c.on_I and (c.bias if c.function == BWD else c.operands["down_b"] is not None)
     ),
-    functions=(CTE, KERNEL, BWD),
+    functions=(CTE, *EMITTERS, BWD),
     example=lambda function: _on_i(
         **({"bias": True} if function == BWD else {"down_b": (2, 8)})
     )(function),

@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from neuronjax.kernels.blockwise_mm.operands import Operands
+from neuronjax.kernels.indices import bounded
 from neuronjax.primitives import contracts
 from neuronjax.primitives.blockwise_mm import (  # noqa: F401  enter the rows
     cte_rules,
@@ -19,6 +19,7 @@ from neuronjax.primitives.blockwise_mm import (  # noqa: F401  enter the rows
 from neuronjax.primitives.blockwise_mm.facts import (
     CTE,
     INTEGERS,
+    KERNEL,
     LIMITS,
     activation_of,
     facts,
@@ -57,15 +58,9 @@ def operands(call: SimpleNamespace) -> Operands:
     beyond = dict(token_id=found["hidden"].shape[0], block_expert=1 << 30)
     for role in INTEGERS:
         if found[role] is not None:
-            found[role] = _as_int32(found[role].reshape(-1), beyond.get(role, 1))
+            x = jnp.asarray(found[role]).reshape(-1)
+            found[role] = bounded(x, -1, beyond.get(role, 1))
     return Operands(**{role: found[role] for role in Operands._fields})
-
-
-def _as_int32(x: Any, beyond: int) -> jax.Array:
-    """`x` in int32; what lies outside `[-1, beyond]` stays outside."""
-    x = jnp.asarray(x)
-    wide = x.dtype.itemsize > 4
-    return (jnp.clip(x, -1, beyond) if wide else x).astype(jnp.int32)
 
 
 def config_of(call: SimpleNamespace) -> dict[str, Any]:
@@ -205,5 +200,5 @@ def blockwise_mm_kernel(
         hints |= dict(shard=shard, axis=axis)
     if num_static:
         hints |= dict(num_static=int(num_static))
-    call = SimpleNamespace(function="blockwise_mm_kernel", **locals())
+    call = SimpleNamespace(function=KERNEL, **locals())
     return tuple(emit(call, returned).values())

@@ -7,10 +7,7 @@ rule is written once.
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from neuronjax.kernels.mx import layout
-from neuronjax.primitives.attention.operand_kinds import is_number
 from neuronjax.primitives.blockwise_mm.spec import (
     BLOCK_SCALED,
     DROPPING,
@@ -20,6 +17,7 @@ from neuronjax.primitives.blockwise_mm.spec import (
     quantization_of,
     spec_of,
 )
+from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.mx.formats import weight_format
 from neuronjax.primitives.options import (
     ActFnType,
@@ -32,8 +30,10 @@ from neuronjax.primitives.options import (
 
 CTE, HIDDEN_SHARD = "moe_cte", "blockwise_mm_baseline_shard_hidden"
 BWD, KERNEL = "blockwise_mm_bwd", "blockwise_mm_kernel"
+KERNEL_BWD = "blockwise_mm_bwd_kernel"
 FORWARD = (CTE, HIDDEN_SHARD)
-ALL = (*FORWARD, KERNEL, BWD)
+EMITTERS = (KERNEL, KERNEL_BWD)
+ALL = (*FORWARD, *EMITTERS, BWD)
 _SHARED = dict(
     hidden="hidden_states",
     affinity="expert_affinities_masked",
@@ -55,13 +55,15 @@ _CHECKPOINTS = dict(
     down="down_proj_act_checkpoint",
     d_out="output_hidden_states_grad",
 )
+_STORED = ("gate_up", "down", "d_out", "d_gate_up", "d_down")
+ROLES = (*_SHARED, *_OPTIONS, *_STORED)
 ARGUMENTS = {
     CTE: _SHARED | _OPTIONS | _BUFFERS,
     HIDDEN_SHARD: _SHARED | _BUFFERS,
     KERNEL: {role: role for role in (*_SHARED, *_OPTIONS)},
+    KERNEL_BWD: {role: role for role in ROLES},
     BWD: _SHARED | _CHECKPOINTS,
 }
-ROLES = (*_SHARED, *_OPTIONS, *_CHECKPOINTS)
 INTEGERS = ("token_id", "block_expert", "conditions")
 LIMITS = (
     "gate_clamp_upper_limit",
@@ -86,7 +88,9 @@ def optional(call: SimpleNamespace) -> tuple[str, ...]:
     """The roles that may be absent."""
     absent = ["block_expert"] if is_dropping(call) else []
     if call.function != BWD:
-        absent += ["gate_up", "down", "d_out"]
+        absent += ["gate_up", "down", "d_gate_up", "d_down"]
+    if call.function not in (BWD, KERNEL_BWD):
+        absent.append("d_out")
     if multiplies_on_intermediate(call):
         absent.append("down")
     return (*_OPTIONS, *absent)
@@ -125,14 +129,14 @@ def is_dropping(call: SimpleNamespace) -> bool:
 
 def skip_of(call: SimpleNamespace) -> SkipMode:
     """What the call leaves unread."""
-    if call.function == KERNEL:
+    if call.function in EMITTERS:
         return SkipMode(bool(call.skip_token))
     return call.skip_dma if isinstance(call.skip_dma, SkipMode) else SkipMode()
 
 
 def quantization(call: SimpleNamespace, operands: dict[str, Any]) -> Any:
     """The `QuantizationType` of the weights: NONE, ROW or MX; None for another."""
-    if call.function == KERNEL:
+    if call.function in EMITTERS:
         return member(QuantizationType, call.quantization)
     if implementation(call) in BLOCK_SCALED:
         return QuantizationType.MX
@@ -193,12 +197,6 @@ def limits_of(call: SimpleNamespace) -> tuple[Any, ...]:
     return tuple(getattr(call, name, None) for name in LIMITS)
 
 
-def is_count(value: Any, minimum: int = 1) -> bool:
-    """Whether `value` is an integer that is known while tracing, at least `minimum`."""
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_integer and bool(value >= minimum)
-
-
 def facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rows read once shapes have the right number of axes."""
     operands = operands_of(call)
@@ -236,11 +234,14 @@ def _sizes(call: SimpleNamespace, operands: dict[str, Any]) -> dict[str, Any]:
     rows, width = operands["hidden"].shape
     experts, d_ff = operands["gate_up_w"].shape[0], operands["gate_up_w"].shape[-1]
     padding = not skip_of(call).skip_token
+    # The cores of "columns" have their own of tokens and gate_up_w, and down_w whole.
+    is_part = getattr(call, "shard", None) == "columns"
     return dict(
         R=rows,
         T=rows - padding,
         padding_id=rows - 1 if padding else -1,
         H=width,
+        H_out=operands["down_w"].shape[-1] if is_part else width,
         E=experts,
         I=d_ff,
         B=int(call.block_size),
@@ -251,17 +252,20 @@ def _sizes(call: SimpleNamespace, operands: dict[str, Any]) -> dict[str, Any]:
 def _wanted(sizes: dict[str, Any], mx: bool) -> dict[str, tuple[str, tuple]]:
     """The shape of each operand, in words and in numbers."""
     r, h, e, i, b, n = (sizes[key] for key in "RHEIBN")
+    whole = sizes["H_out"]
     wanted: dict[str, tuple[str, tuple]] = dict(
         affinity=("[rows * E, 1]", (r * e, 1)),
         gate_up_w=("[E, H, 2, I]", (e, h, 2, i)),
-        down_w=("[E, I, H]", (e, i, h)),
+        down_w=("[E, I, H]", (e, i, whole)),
         gate_up_b=("[E, 2, I]", (e, 2, i)),
-        down_b=("[E, H]", (e, h)),
+        down_b=("[E, H]", (e, whole)),
         gate_up_scale=("[E or 1, 1, 2 I]", (e, 1, 2 * i)),
-        down_scale=("[E or 1, 1, H]", (e, 1, h)),
+        down_scale=("[E or 1, 1, H]", (e, 1, whole)),
         gate_up=("[N, 2, I, B]", (n, 2, i, b)),
-        down=("[N, B, H]", (n, b, h)),
-        d_out=("[rows, H]", (r, h)),
+        down=("[N, B, H]", (n, b, whole)),
+        d_out=("[rows, H]", (r, whole)),
+        d_gate_up=("[N, 2, I, B]", (n, 2, i, b)),
+        d_down=("[N, B, H]", (n, b, whole)),
     )
     if mx:
         wanted |= _wanted_blocks(h, e, i)

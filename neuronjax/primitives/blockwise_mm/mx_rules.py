@@ -2,12 +2,12 @@
 
 from neuronjax.kernels.mx import layout
 from neuronjax.primitives.blockwise_mm.arguments import arguments, block_scaled
-from neuronjax.primitives.blockwise_mm.facts import CTE, KERNEL, weight_dtype_of
+from neuronjax.primitives.blockwise_mm.facts import CTE, EMITTERS, weight_dtype_of
 from neuronjax.primitives.blockwise_mm.rules import row
 from neuronjax.primitives.contracts import Size
 from neuronjax.primitives.mx.formats import NAMES
 
-_CALLS = (CTE, KERNEL)
+_CALLS = (CTE, *EMITTERS)
 
 
 def _unlike_container(c) -> bool:
@@ -23,6 +23,14 @@ row(
     size=Size("H (MX)", lambda c: c.H if c.is_mx else layout.TILE, layout.TILE),
     functions=_CALLS,
     example=block_scaled(hidden=(4, 500)),
+)
+row(
+    "mx_compute_dtype",
+    "block-scaled weights are rounded by their format: compute_dtype must be None, got "
+    "{compute_dtype}",
+    lambda c: c.is_mx and c.compute_dtype is not None,
+    functions=_CALLS,
+    example=block_scaled(compute_dtype="bfloat16"),
 )
 row(
     "mx_format",

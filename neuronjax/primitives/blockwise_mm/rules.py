@@ -1,6 +1,5 @@
 """The rules that all blockwise expert calls share: one row each."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,24 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3, E4M3FN
-from neuronjax.primitives.attention.operand_kinds import is_number
 from neuronjax.primitives.blockwise_mm.arguments import arguments, quantized
 from neuronjax.primitives.blockwise_mm.facts import (
     ALL,
     ARGUMENTS,
     BWD,
     CTE,
+    EMITTERS,
     FORWARD,
     INTEGERS,
-    KERNEL,
     LIMITS,
-    is_count,
     is_mx,
     operands_of,
     optional,
     quantization,
 )
-from neuronjax.primitives.contracts import Contract, add
+from neuronjax.primitives.blockwise_mm.spec import ClampLimits
+from neuronjax.primitives.contracts import Contract, add, told
+from neuronjax.primitives.kinds import (
+    described,
+    is_count,
+    is_crossed,
+    is_flag,
+    is_number,
+)
 from neuronjax.primitives.options import (
     FLOATS,
     ActFnType,
@@ -50,6 +55,8 @@ _AXES = dict(
     gate_up=4,
     down=3,
     d_out=2,
+    d_gate_up=4,
+    d_down=3,
 )
 _MX_AXES = dict(gate_up_w=5, down_w=4, gate_up_b=5, gate_up_scale=5, down_scale=4)
 _WEIGHTS = ("gate_up_w", "down_w")
@@ -61,11 +68,6 @@ def row(rule: str, message: str, violated=None, functions=ALL, **kwargs) -> None
     kwargs.setdefault("stage", 1)
     text = "{function}: " + message
     add(Contract(f"moe.{rule}", functions, text, violated, **kwargs))
-
-
-def told(name: str, find):
-    """A condition that keeps what it found as the fact `name`, for the message."""
-    return lambda c: vars(c).setdefault(name, find(c))
 
 
 def _not_array(c: SimpleNamespace) -> str:
@@ -120,11 +122,11 @@ def _odd_setting(c: SimpleNamespace) -> str:
     flags = ("is_tensor_update_accumulating", "accumulate", "skip_token", "bias")
     for name in (*flags, "on_intermediate", "returned"):
         value = getattr(c, name, False)
-        if not isinstance(value, bool | np.bool_):
-            return f"{name} must be True or False, got {_kind(value)}"
+        if not is_flag(value):
+            return f"{name} must be True or False, got {described(value)}"
     for name in LIMITS:
         if not is_number(getattr(c, name, None), None):
-            kind = _kind(getattr(c, name))
+            kind = described(getattr(c, name))
             return f"{name} must be a number or None, got {kind}"
     try:
         dtype = c.compute_dtype
@@ -134,10 +136,6 @@ def _odd_setting(c: SimpleNamespace) -> str:
     if not wide:
         return f"compute_dtype must be a floating dtype or None, got {c.compute_dtype}"
     return ""
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__}" if hasattr(value, "dtype") else repr(value)
 
 
 row(
@@ -213,13 +211,12 @@ row(
     "activation",
     f"the activation must be one of {members(ActFnType)}, got {{given.activation!r}}",
     lambda c: c.activation_kind is None,
-    functions=(CTE, KERNEL, BWD),
+    functions=(CTE, *EMITTERS, BWD),
     example=lambda function: arguments(
         **{
             CTE: dict(activation_function="ReLU"),
-            KERNEL: dict(activation="ReLU"),
             BWD: dict(activation_type="ReLU"),
-        }[function]
+        }.get(function, dict(activation="ReLU"))
     )(function),
 )
 row(
@@ -227,11 +224,11 @@ row(
     f"the scaling mode must be one of {members(ExpertAffinityScaleMode)}, got "
     "{given.scaling!r}",
     lambda c: c.scaling_kind is None,
-    functions=(*FORWARD, KERNEL),
+    functions=(*FORWARD, *EMITTERS),
     example=lambda function: arguments(
         **{
             "scaling"
-            if function == KERNEL
+            if function in EMITTERS
             else "expert_affinities_scaling_mode": "MID_SCALE"
         }
     )(function),
@@ -239,13 +236,14 @@ row(
 
 
 def _crossed(c: SimpleNamespace) -> bool:
-    """Whether a clamp has no value between its limits; a NaN leaves none."""
+    return is_crossed(*c.limits[:2]) or is_crossed(*c.limits[2:])
 
-    def keeps(upper: Any, lower: Any) -> bool:
-        high = math.inf if upper is None else float(upper)
-        return (-math.inf if lower is None else float(lower)) <= high
 
-    return not (keeps(*c.limits[:2]) and keeps(*c.limits[2:]))
+def _crossed_clamps(function: str) -> dict[str, Any]:
+    up: dict[str, Any] = dict(up_clamp_upper_limit=-1.0, up_clamp_lower_limit=1.0)
+    if function == BWD:
+        up = dict(clamp_limits=ClampLimits(-1.0, 1.0))
+    return arguments(**up)(function)
 
 
 row(
@@ -253,8 +251,8 @@ row(
     "a clamp's upper limit must be at least its lower one, and neither NaN, got "
     "{limits[1]} to {limits[0]} for the gate and {limits[3]} to {limits[2]} for up",
     lambda c: c.limits_known and _crossed(c),
-    functions=(CTE, KERNEL),
-    example=arguments(up_clamp_upper_limit=-1.0, up_clamp_lower_limit=1.0),
+    functions=(CTE, *EMITTERS, BWD),
+    example=_crossed_clamps,
 )
 row(
     "scales",
@@ -263,6 +261,6 @@ row(
         (c.is_row or c.is_mx)
         and any(c.operands[f"{key}_scale"] is None for key in ("gate_up", "down"))
     ),
-    functions=(CTE, KERNEL),
+    functions=(CTE, *EMITTERS),
     example=quantized(down_scale=None),
 )

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from neuronjax.primitives.blockwise_mm.arguments import arguments
-from neuronjax.primitives.blockwise_mm.facts import BWD, CTE, KERNEL
-from neuronjax.primitives.blockwise_mm.rules import row, told
+from neuronjax.primitives.blockwise_mm.facts import BWD, CTE, EMITTERS
+from neuronjax.primitives.blockwise_mm.rules import row
+from neuronjax.primitives.contracts import told
 from neuronjax.primitives.known import known
 
 
@@ -90,7 +91,7 @@ row(
     "conditions",
     "conditions must be ones, those of the blocks in use, and zeros behind them",
     _unlike_flags,
-    functions=(CTE, KERNEL),
+    functions=(CTE, *EMITTERS),
     example=arguments(conditions=_ids([1, 0, 1, 0])),
     stage=2,
 )

@@ -10,7 +10,6 @@ import numpy as np
 
 from neuronjax.kernels.expert_mlps.operands import Operands
 from neuronjax.primitives import contracts
-from neuronjax.primitives.attention.operand_kinds import is_number
 from neuronjax.primitives.contracts import Contract
 from neuronjax.primitives.expert_mlps.arguments import (
     ALL,
@@ -32,6 +31,7 @@ from neuronjax.primitives.expert_mlps.facts import (
     scaling_of,
     shape_of,
 )
+from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.options import (
     FLOATS,
     ActFnType,
