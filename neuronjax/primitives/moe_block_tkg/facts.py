@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from neuronjax.kernels.dtypes import promoted
+from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.primitives.contracts import can
 from neuronjax.primitives.options import (
     FLOATS,
@@ -35,6 +35,7 @@ EXPERTS = (
 )
 SHARED = ("shared_expert_gate_w", "shared_expert_up_w", "shared_expert_down_w")
 SHARED_BIASES = tuple(f"shared_expert_{side}_bias" for side in ("gate", "up", "down"))
+FLAGS = ("router_pre_norm", "norm_topk_prob", "skip_router_logits", "is_all_expert")
 # A block quantizes its hidden states itself: its own rule says what the chip takes.
 _NOT_OURS = ("moe_tkg.chip_mx_tokens",)
 
@@ -74,6 +75,25 @@ def experts_of(call: SimpleNamespace) -> dict[str, Any]:
     )
 
 
+def norm_of(call: SimpleNamespace) -> dict[str, Any]:
+    """The settings of the norm."""
+    return dict(norm="rms", eps=call.eps, hidden_actual=call.hidden_actual)
+
+
+def shared_of(call: SimpleNamespace) -> dict[str, Any]:
+    """The weights and settings of the shared expert."""
+    limits = {name: getattr(call, name) for name in EXPERTS if "clamp" in name}
+    return limits | dict(
+        gate_w=call.shared_expert_gate_w,
+        up_w=call.shared_expert_up_w,
+        down_w=call.shared_expert_down_w,
+        gate_b=call.shared_expert_gate_bias,
+        up_b=call.shared_expert_up_bias,
+        down_b=call.shared_expert_down_bias,
+        activation=call.hidden_act_fn,
+    )
+
+
 def facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rows read."""
     inp, router = _shape(call.inp), _shape(call.router_weights)
@@ -96,28 +116,44 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
     )
     if ranked and not odd and found["is_dtype"]:
         return found | _of_parts(call, found["T"], width, router[1])
-    return found | dict(router="", experts="", chip_router="", chip_experts="")
+    none = ("norm", "router", "experts", "shared", "chip_router", "chip_experts")
+    return found | dict.fromkeys(none, "")
 
 
 def _of_parts(call: SimpleNamespace, tokens: int, width: int, experts: int) -> dict:
-    """What router and experts would refuse of the calls that the block makes."""
+    """What the parts would refuse of the calls that the block makes."""
     dtype = router_dtype(call)
-    rows = jax.ShapeDtypeStruct((tokens, width), dtype)
+    rows = jax.ShapeDtypeStruct((tokens, width), call.inp.dtype)
+    gain = jax.ShapeDtypeStruct((width,), call.gamma.dtype)
+    norm = can("neuron_reduce_macro_kernel", rows, gain, **norm_of(call))
+    routed = jax.ShapeDtypeStruct((tokens, width), dtype)
     weights = jax.ShapeDtypeStruct(_shape(call.router_weights), dtype)
-    report = can("router_topk", rows, weights, call.router_bias, **router_of(call))
+    report = can("router_topk", routed, weights, call.router_bias, **router_of(call))
     math, chip = _messages(report)
     k = call.top_k if isinstance(call.top_k, int) else 1
     inner = can(
         "moe_tkg",
-        jax.ShapeDtypeStruct((tokens, width), call.inp.dtype),
+        rows,
         expert_affinities=jax.ShapeDtypeStruct((tokens, experts), jnp.float32),
         expert_index=jax.ShapeDtypeStruct((tokens, k), jnp.int32),
         **experts_of(call),
     )
     of_experts, chip_of_experts = _messages(inner)
     return dict(
-        router=math, experts=of_experts, chip_router=chip, chip_experts=chip_of_experts
+        norm=_messages(norm)[0],
+        router=math,
+        experts=of_experts,
+        shared=_of_shared(call, rows) if has_shared_expert(call) else "",
+        chip_router=chip,
+        chip_experts=chip_of_experts,
     )
+
+
+def _of_shared(call: SimpleNamespace, rows: jax.ShapeDtypeStruct) -> str:
+    """What the shared expert refuses."""
+    wide = jax.ShapeDtypeStruct(rows.shape, accumulator(rows.dtype))
+    given = dict(mlp_out=rows, attn_out=wide, **shared_of(call))
+    return _messages(can("mlp_fused_add_kernel", rows, **given))[0]
 
 
 def _messages(report: Any) -> tuple[str, str]:

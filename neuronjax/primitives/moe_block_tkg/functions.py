@@ -21,8 +21,10 @@ from neuronjax.primitives.moe_block_tkg.facts import (
     experts_of,
     facts,
     has_shared_expert,
+    norm_of,
     router_dtype,
     router_of,
+    shared_of,
 )
 from neuronjax.primitives.options import (
     ActFnType,
@@ -156,9 +158,7 @@ def moe_block_tkg(
     call = SimpleNamespace(**locals(), function="moe_block_tkg")
     added = inp if residual is None else inp + residual
     rows = added.reshape(-1, added.shape[-1])
-    x = neuron_reduce_macro_kernel(
-        rows, gamma[0], norm="rms", eps=eps, hidden_actual=hidden_actual
-    )
+    x = neuron_reduce_macro_kernel(rows, gamma[0], **norm_of(call))
     logits, index, affinities = router_topk(
         x.astype(router_dtype(call)),
         router_weights.astype(router_dtype(call)),
@@ -180,18 +180,5 @@ def _with_shared_expert(
 ) -> jax.Array:
     """The routed sum and what the shared expert gives, rounded once."""
     return mlp_fused_add_kernel(
-        x,
-        call.shared_expert_gate_w,
-        call.shared_expert_up_w,
-        call.shared_expert_down_w,
-        mlp_out=jnp.zeros_like(x),
-        attn_out=routed,
-        gate_b=call.shared_expert_gate_bias,
-        up_b=call.shared_expert_up_bias,
-        down_b=call.shared_expert_down_bias,
-        activation=call.hidden_act_fn,
-        gate_clamp_upper_limit=call.gate_clamp_upper_limit,
-        gate_clamp_lower_limit=call.gate_clamp_lower_limit,
-        up_clamp_upper_limit=call.up_clamp_upper_limit,
-        up_clamp_lower_limit=call.up_clamp_lower_limit,
+        x, mlp_out=jnp.zeros_like(x), attn_out=routed, **shared_of(call)
     )

@@ -8,7 +8,9 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.kinds import described, is_flag
 from neuronjax.primitives.moe_block_tkg.facts import (
+    FLAGS,
     FUNCTION,
     SHARED,
     SHARED_BIASES,
@@ -69,6 +71,13 @@ def _parts_of_shared(c: SimpleNamespace) -> list[bool]:
     return [getattr(c, name) is not None for name in SHARED]
 
 
+def _odd_flag(c: SimpleNamespace) -> str:
+    for name in FLAGS:
+        if not is_flag(getattr(c, name)):
+            return f"{name} must be True or False, got {described(getattr(c, name))}"
+    return ""
+
+
 _row(
     "tensors",
     "the block takes tensors; its emitters take tiles",
@@ -77,6 +86,13 @@ _row(
         _arguments()(function)
         | dict(gamma=MemrefTile.from_tensor(np.zeros((1, 8), np.float32), 1))
     ),
+    stage=-1,
+)
+_row(
+    "flags",
+    "{odd_flag}",
+    contracts.told("odd_flag", _odd_flag),
+    example=_arguments(router_pre_norm="no"),
     stage=-1,
 )
 _row(
@@ -133,6 +149,13 @@ _row(
     stage=2,
 )
 _row(
+    "norm",
+    "its norm: {norm}",
+    lambda c: c.norm,
+    example=_arguments(eps=-1.0),
+    stage=2,
+)
+_row(
     "router",
     "its router: {router}",
     lambda c: c.router,
@@ -144,6 +167,13 @@ _row(
     "its experts: {experts}",
     lambda c: c.experts,
     example=_arguments(expert_down_weights=(4, 5, 8)),
+    stage=2,
+)
+_row(
+    "shared_expert",
+    "its shared expert: {shared}",
+    lambda c: c.shared,
+    example=_arguments(**_SHARED, hidden_act_fn="ReLU"),
     stage=2,
 )
 _row(
