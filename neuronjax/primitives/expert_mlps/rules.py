@@ -1,7 +1,5 @@
 """The rules that all calls of a decode step's experts share: one row each."""
 
-import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy as np
 
 from neuronjax.kernels.expert_mlps.operands import Operands
 from neuronjax.primitives import contracts
-from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.contracts import Contract, told
 from neuronjax.primitives.expert_mlps.arguments import (
     ALL,
     arguments,
@@ -31,7 +29,14 @@ from neuronjax.primitives.expert_mlps.facts import (
     scaling_of,
     shape_of,
 )
-from neuronjax.primitives.kinds import is_number
+from neuronjax.primitives.hints import only_hints
+from neuronjax.primitives.kinds import (
+    described,
+    is_count,
+    is_crossed,
+    is_flag,
+    is_number,
+)
 from neuronjax.primitives.options import (
     FLOATS,
     ActFnType,
@@ -44,7 +49,6 @@ _AXES = dict(zip(Operands._fields, (2, 4, 3, 2, 2, 2, 3, 2, 3, 2, 3), strict=Tru
 _MX_AXES = dict(gate_up_w=5, down_w=4, gate_up_b=5, gate_up_scale=5, down_scale=4)
 _NEEDED = ("hidden", "gate_up_w", "down_w")
 _FLOAT_WORDS = "bfloat16, float16, float32 or float64"
-Finder = Callable[[SimpleNamespace], str]
 
 
 def row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> None:
@@ -52,11 +56,6 @@ def row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> Non
     kwargs.setdefault("stage", 1)
     text = "{function}: " + message
     contracts.add(Contract(f"moe_tkg.{rule}", functions, text, violated, **kwargs))
-
-
-def told(name: str, find: Finder) -> Callable[[SimpleNamespace], bool]:
-    """A condition that keeps what it found as the fact `name`, for the message."""
-    return lambda c: bool(vars(c).setdefault(name, find(c)))
 
 
 def _not_array(c: SimpleNamespace) -> str:
@@ -75,19 +74,16 @@ def _odd_setting(c: SimpleNamespace) -> str:
     """The first setting that is no flag, number or dtype known while tracing."""
     names, own = ARGUMENTS[c.function], given(c)
     for key in FLAGS:
-        if not isinstance(getattr(own, key), bool | np.bool_):
-            return f"{names[key]} must be True or False, got {_kind(own, key)}"
+        value = getattr(own, key)
+        if not is_flag(value):
+            return f"{names[key]} must be True or False, got {described(value)}"
     for key in LIMITS:
-        if not is_number(getattr(own, key), None):
-            return f"{key} must be a number or None, got {_kind(own, key)}"
+        value = getattr(own, key)
+        if not is_number(value, None):
+            return f"{key} must be a number or None, got {described(value)}"
     if own.out_dtype is not None and not is_float_dtype(own.out_dtype):
         return f"{names['out_dtype']} must be {_FLOAT_WORDS}, got {own.out_dtype}"
     return ""
-
-
-def _kind(own: SimpleNamespace, key: str) -> str:
-    value = getattr(own, key)
-    return type(value).__name__ if hasattr(value, "dtype") else repr(value)
 
 
 def _misranked(c: SimpleNamespace) -> str:
@@ -141,6 +137,7 @@ contracts.add(
         ),
     )
 )
+contracts.add(only_hints(EMITTER, arguments()))
 row(
     "tensors",
     "tiles go to neuronjax.emit.expert_mlps_kernel",
@@ -271,14 +268,8 @@ row(
 
 
 def _crossed(c: SimpleNamespace) -> bool:
-    """Whether a clamp has no value between its limits; a NaN leaves none."""
-
-    def keeps(upper: Any, lower: Any) -> bool:
-        high = math.inf if upper is None else float(upper)
-        return (-math.inf if lower is None else float(lower)) <= high
-
     limits = [getattr(c.own, key) for key in LIMITS]
-    return not (keeps(*limits[:2]) and keeps(*limits[2:]))
+    return is_crossed(*limits[:2]) or is_crossed(*limits[2:])
 
 
 row(
@@ -291,16 +282,11 @@ row(
 )
 
 
-def _is_count(value: Any) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and int(value) >= 1
-
-
 row(
     "dynamic",
     "{arg.dynamic} skips tokens of affinity 0 in blocks: it needs {arg.all_experts} "
     "and a block_size, a positive integer, got {own.block_size!r}",
-    lambda c: c.own.dynamic and not (c.own.all_experts and _is_count(c.own.block_size)),
+    lambda c: c.own.dynamic and not (c.own.all_experts and is_count(c.own.block_size)),
     example=arguments(**(ALL | dict(dynamic=True))),
 )
 row(
