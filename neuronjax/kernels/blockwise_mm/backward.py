@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from neuronjax.kernels.blockwise_mm.experts import Expert
+from neuronjax.kernels.blockwise_mm.experts import Expert, Experts
 from neuronjax.kernels.blockwise_mm.forms import experts_of
 from neuronjax.kernels.blockwise_mm.forward import (
     block_fwd,
@@ -38,7 +38,11 @@ from neuronjax.kernels.blockwise_mm.narrow import (
 )
 from neuronjax.kernels.blockwise_mm.operands import Operands, Option, Options
 from neuronjax.kernels.blockwise_mm.slots import Slots, slots_of, visits_of
-from neuronjax.kernels.blockwise_mm.swiglu import clamped_bwd, gated_bwd
+from neuronjax.kernels.blockwise_mm.swiglu import (
+    clamped_bwd,
+    gated,
+    gated_bwd,
+)
 from neuronjax.kernels.loop_bounds import most
 from neuronjax.kernels.shard_common import settled
 
@@ -82,23 +86,16 @@ class BlockGrads(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one block.
+    """The rows of one block; an empty slot may have stored anything."""
 
-    Attributes:
-        x: `[B, H]`.
-        d_out: `[B, H]`.
-        affinity: `[B]`.
-        is_token: `[B]`: an empty slot may have stored anything.
-    """
-
-    x: jax.Array
-    d_out: jax.Array
-    affinity: jax.Array
-    is_token: jax.Array
+    x: Float[Array, "slots d_model"]
+    d_out: Float[Array, "slots d_model"]
+    affinity: Float[Array, " slots"]
+    is_token: Bool[Array, " slots"]
 
 
 def block_bwd(
-    rows: Rows, held: tuple, expert: Expert, experts: Any, opts: Options, wrt: tuple
+    rows: Rows, held: tuple, expert: Expert, experts: Experts, opts: Options, wrt: tuple
 ) -> BlockGrads:
     """The gradients of one block; `held` is its part of `Given.by_block`."""
     x, column = rows.x, rows.affinity[:, None]
@@ -108,20 +105,19 @@ def block_bwd(
         gate_up, down = (z.astype(x.dtype) for z in found)
     d = rows.d_out.astype(experts.acc)
     is_after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
-    dy = d * column if is_after else d
-    dy = dy if d_down is None else dy + d_down.astype(dy.dtype)
+    dy = _plus(d * column if is_after else d, d_down, rows)
     known = jnp.where(rows.is_token[:, None, None], gate_up, 0)
-    d_middle = experts.down_back(dy, known, expert)
+    fed = middle = gated(known.astype(experts.acc), opts)
+    if opts.on_intermediate:
+        fed = middle * column
+    d_middle = experts.down_back(dy, fed, expert)
     d_affinity = (d * down.astype(d.dtype)).sum(1) if is_after else None
     if opts.shard == "hidden":
         d_middle, d_affinity = _summed(d_middle, d_affinity, opts)
-    middle = experts.middle(known.astype(experts.acc), expert)
     if opts.on_intermediate:
-        d_affinity = (d_middle * middle).sum(1)
-        d_middle, middle = d_middle * column, middle * column
-    dz = gated_bwd(d_middle, known, opts)
-    dz = dz if d_gate_up is None else dz + d_gate_up.astype(dz.dtype)
-    dz = lax.collapse(clamped_bwd(dz, gate_up, opts), 1)
+        d_affinity, d_middle = (d_middle * middle).sum(1), d_middle * column
+    dz = _plus(gated_bwd(d_middle, known, opts), d_gate_up, rows)
+    dz = lax.collapse(clamped_bwd(dz, known, opts), 1)
     scaled = scaled_rows(x, rows.affinity, opts)
     dx = experts.gate_up_back(dz, scaled, expert)
     if opts.scaling == "PRE_SCALE":
@@ -131,11 +127,19 @@ def block_bwd(
         d_affinity = jnp.zeros_like(rows.affinity)
     find = dict(
         gate_up_w=lambda: experts.weight_grad(scaled, dz),
-        down_w=lambda: experts.weight_grad(middle, _own_columns(dy, x, opts)),
+        down_w=lambda: experts.weight_grad(fed, _own_columns(dy, x, opts)),
         gate_up_b=lambda: dz.sum(0),
         down_b=lambda: dy.sum(0),
     )
     return BlockGrads(dx, d_affinity, {key: find[key]() for key in wrt})
+
+
+def _plus(dx: jax.Array, d_stored: Option, rows: Rows) -> jax.Array:
+    """`dx` and the cotangent of what was stored, of which an empty slot has none."""
+    if d_stored is None:
+        return dx
+    is_token = lax.expand_dims(rows.is_token, range(1, dx.ndim))
+    return dx + jnp.where(is_token, d_stored, 0).astype(dx.dtype)
 
 
 def _summed(d_middle: jax.Array, d_affinity: Option, opts: Options) -> tuple:
@@ -160,7 +164,7 @@ class _Walk:
     """The turns of both loops: over experts, and over the blocks of one."""
 
     def __init__(
-        self, ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options
+        self, ops: Operands, given: Given, slots: Slots, experts: Experts, opts: Options
     ):
         self.ops, self.d_out, self.by_block = ops, given.d_out, given.by_block
         self.slots, self.experts, self.opts = slots, experts, opts
@@ -180,11 +184,10 @@ class _Walk:
         found = block_bwd(own, held, expert, self.experts, self.opts, wrt)
         old = lax.dynamic_index_in_dim(carry.affinity, block, keepdims=False)
         affinity = jnp.where(is_own, found.affinity, old)
-        added = {key: jnp.where(is_own, x, 0) for key, x in found.weights.items()}
         return BlockGrads(
             carry.hidden.at[token].add(found.hidden, mode="drop"),
             put(carry.affinity, affinity, block),
-            {key: x + added[key] for key, x in carry.weights.items()},
+            {key: x + found.weights[key] for key, x in carry.weights.items()},
         )
 
     def expert(self, i, carry: BlockGrads, sums: Grads, dtypes: dict) -> BlockGrads:
@@ -203,7 +206,12 @@ class _Walk:
 
 
 def expert_blocks_bwd(
-    ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options, wrt: tuple
+    ops: Operands,
+    given: Given,
+    slots: Slots,
+    experts: Experts,
+    opts: Options,
+    wrt: tuple,
 ) -> BlockGrads:
     """The gradients of all rows, slots and experts.
 
@@ -232,7 +240,12 @@ def expert_blocks_bwd(
 
 
 def expert_blocks_bwd_static(
-    ops: Operands, given: Given, slots: Slots, experts: Any, opts: Options, wrt: tuple
+    ops: Operands,
+    given: Given,
+    slots: Slots,
+    experts: Experts,
+    opts: Options,
+    wrt: tuple,
 ) -> BlockGrads:
     """The same, block after block: this form can be differentiated both ways."""
 
@@ -246,12 +259,10 @@ def expert_blocks_bwd_static(
         is_token = token < ops.hidden.shape[0]
         own = Rows(x, d_out, affinity, is_token)
         found = block_bwd(own, held, expert, experts, opts, wrt)
-        is_busy = is_token.any()
-        parts = {key: jnp.where(is_busy, x, 0) for key, x in found.weights.items()}
         return BlockGrads(
             carry.hidden.at[token].add(found.hidden, mode="drop"),
-            carry.affinity.at[block].set(jnp.where(is_busy, found.affinity, 0)),
-            {key: x.at[index].add(parts[key]) for key, x in carry.weights.items()},
+            carry.affinity.at[block].set(found.affinity),
+            {k: x.at[index].add(found.weights[k]) for k, x in carry.weights.items()},
         ), None
 
     shapes = _shapes(ops, experts, wrt)
@@ -265,12 +276,12 @@ def expert_blocks_bwd_static(
     return lax.scan(visit, first, turns)[0]
 
 
-def _no_rows(ops: Operands, slots: Slots, experts: Any) -> tuple[Array, Array]:
+def _no_rows(ops: Operands, slots: Slots, experts: Experts) -> tuple[Array, Array]:
     d_hidden = jnp.zeros(ops.hidden.shape, experts.acc)
     return d_hidden, jnp.zeros(slots.token.shape, experts.acc)
 
 
-def _shapes(ops: Operands, experts: Any, wrt: tuple) -> dict[str, tuple[int, ...]]:
+def _shapes(ops: Operands, experts: Experts, wrt: tuple) -> dict[str, tuple[int, ...]]:
     """The shapes in which gradients of weights are summed."""
     count, width, d_ff = experts.count, ops.hidden.shape[1], experts.d_ff
     shapes = dict(
@@ -282,7 +293,7 @@ def _shapes(ops: Operands, experts: Any, wrt: tuple) -> dict[str, tuple[int, ...
     return {key: shape for key, shape in shapes.items() if key in wrt}
 
 
-def _dtype(ops: Operands, key: str, experts: Any) -> Any:
+def _dtype(ops: Operands, key: str, experts: Experts) -> Any:
     """The dtype of a gradient: that of its operand, for an absent bias that of sums."""
     x = getattr(ops, key)
     return experts.acc if x is None else x.dtype
@@ -329,7 +340,7 @@ def _run(
     return tuple(_like(grads[key], ops, key, experts) for key in wrt)
 
 
-def _of_no_token(ops: Operands, experts: Any, wrt: tuple) -> tuple[Array, ...]:
+def _of_no_token(ops: Operands, experts: Experts, wrt: tuple) -> tuple[Array, ...]:
     shapes = _shapes(ops, experts, wrt)
     shapes |= dict(hidden=ops.hidden.shape, affinity=ops.affinity.shape)
     none = {key: jnp.zeros(shapes[key], experts.acc) for key in wrt}
@@ -343,7 +354,7 @@ def _is_partial(opts: Options) -> bool:
     return opts.on_intermediate and opts.shard == "intermediate"
 
 
-def _like(grad: jax.Array, ops: Operands, key: str, experts: Any) -> jax.Array:
+def _like(grad: jax.Array, ops: Operands, key: str, experts: Experts) -> jax.Array:
     """A gradient in the shape and dtype of its operand."""
     if key == "gate_up_b":
         grad = experts.bias_grad(grad)

@@ -6,11 +6,12 @@
 Sums are float32, or float64 where an operand is. Block-scaled weights are in `mx.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from neuronjax.kernels.blockwise_mm.narrow import take
 from neuronjax.kernels.blockwise_mm.operands import (
@@ -20,8 +21,11 @@ from neuronjax.kernels.blockwise_mm.operands import (
     factor_dtype,
     sum_dtype,
 )
-from neuronjax.kernels.blockwise_mm.swiglu import gated
 from neuronjax.kernels.dtypes import is_differentiable
+
+Rows = Float[Array, "slots d_model"]
+Pairs = Float[Array, "slots gate_and_up"]  # 2 I columns, those of gate first
+Gated = Float[Array, "slots d_ff"]
 
 
 class Expert(NamedTuple):
@@ -34,14 +38,61 @@ class Expert(NamedTuple):
         down_b: `[H]`.
         gate_up_scale: `[2 I]`.
         down_scale: `[H]`.
+        fill: what fills the last tile of block-scaled gated values.
     """
 
-    gate_up: jax.Array
-    down: jax.Array
-    gate_up_b: Option
-    down_b: Option
-    gate_up_scale: Option
-    down_scale: Option
+    gate_up: Any
+    down: Any
+    gate_up_b: Option = None
+    down_b: Option = None
+    gate_up_scale: Option = None
+    down_scale: Option = None
+    fill: Option = None
+
+
+@runtime_checkable
+class Experts(Protocol):
+    """The experts of a call, whatever the form of their weights.
+
+    Attributes:
+        ops: the operands of the call.
+        acc: the dtype of sums.
+        count: `E`.
+        d_ff: `I`.
+    """
+
+    ops: Operands
+    acc: jnp.dtype
+    count: int
+    d_ff: int
+
+    def fetch(self, index: jax.Array) -> Expert:
+        """Reads one expert."""
+        ...
+
+    def gate_up(self, x: Rows, expert: Expert) -> Pairs:
+        """`x @ gate_up`, without the bias."""
+        ...
+
+    def down(self, middle: Gated, expert: Expert) -> Rows:
+        """`middle @ down`, without the bias."""
+        ...
+
+    def down_back(self, dy: Rows, middle: Gated, expert: Expert) -> Gated:
+        """The cotangent of `middle` from that of what `down` gives."""
+        ...
+
+    def gate_up_back(self, dz: Pairs, x: Rows, expert: Expert) -> Rows:
+        """The cotangent of `x` from that of what `gate_up` gives."""
+        ...
+
+    def weight_grad(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+        """The cotangent of the weight in `x @ weight`; quantized ones have none."""
+        ...
+
+    def bias_grad(self, total: jax.Array) -> jax.Array:
+        """The gradient of `gate_up_b` in its layout, from `[E, 2 I]`."""
+        ...
 
 
 class Dense:
@@ -78,24 +129,20 @@ class Dense:
             *map(row, (ops.gate_up_scale, ops.down_scale)),
         )
 
-    def gate_up(self, x: jax.Array, expert: Expert) -> jax.Array:
-        """`x @ gate_up`, `[B, 2 I]`, scaled and without the bias."""
+    def gate_up(self, x: Rows, expert: Expert) -> Pairs:
+        """`x @ gate_up`, scaled and without the bias."""
         return _scaled(self._dot(x, expert.gate_up), expert.gate_up_scale)
 
-    def middle(self, gate_up: jax.Array, expert: Expert) -> jax.Array:
-        """The gated values `[B, I]` from `[B, 2, I]` after the clamp."""
-        return gated(gate_up, self.opts)
-
-    def down(self, middle: jax.Array, expert: Expert) -> jax.Array:
-        """`middle @ down`, `[B, H]`, scaled and without the bias."""
+    def down(self, middle: Gated, expert: Expert) -> Rows:
+        """`middle @ down`, scaled and without the bias."""
         return _scaled(self._dot(middle, expert.down), expert.down_scale)
 
-    def down_back(self, dy: jax.Array, gate_up: jax.Array, expert: Expert) -> jax.Array:
-        """The cotangent of `middle`, `[B, I]`, from that of `down`'s result."""
+    def down_back(self, dy: Rows, middle: Gated, expert: Expert) -> Gated:
+        """The cotangent of `middle`."""
         return self._dot_back(_scaled(dy, expert.down_scale), expert.down)
 
-    def gate_up_back(self, dz: jax.Array, x: jax.Array, expert: Expert) -> jax.Array:
-        """The cotangent of `x`, `[B, H]`, from that of `gate_up`'s result."""
+    def gate_up_back(self, dz: Pairs, x: Rows, expert: Expert) -> Rows:
+        """The cotangent of `x`."""
         return self._dot_back(_scaled(dz, expert.gate_up_scale), expert.gate_up)
 
     def weight_grad(self, x: jax.Array, dy: jax.Array) -> jax.Array:

@@ -15,15 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
+from neuronjax.kernels.blockwise_mm.experts import Expert, Experts, Rows
 from neuronjax.kernels.blockwise_mm.forms import experts_of
 from neuronjax.kernels.blockwise_mm.narrow import from_bits, put, take_rows, to_bits
 from neuronjax.kernels.blockwise_mm.operands import Operands, Options
 from neuronjax.kernels.blockwise_mm.slots import Slots, slots_of, visits_of
-from neuronjax.kernels.blockwise_mm.swiglu import clamped
+from neuronjax.kernels.blockwise_mm.swiglu import GateUp, clamped, gated
 from neuronjax.kernels.loop_bounds import most
 from neuronjax.kernels.shard_common import settled
+
+Weights = Float[Array, " slots"]
 
 
 def exchanged(x: jax.Array, opts: Options, shard: str) -> jax.Array:
@@ -31,15 +34,17 @@ def exchanged(x: jax.Array, opts: Options, shard: str) -> jax.Array:
     return lax.psum(x, opts.axis) if opts.shard == shard else x
 
 
-def scaled_rows(x: jax.Array, affinity: jax.Array, opts: Options) -> jax.Array:
+def scaled_rows(x: Rows, affinity: Weights, opts: Options) -> Rows:
     """The rows that meet the weights: PRE_SCALE multiplies them by the affinity."""
     if opts.scaling != "PRE_SCALE":
         return x
     return x.astype(affinity.dtype) * affinity[:, None]
 
 
-def block_fwd(x, affinity, expert, experts: Any, opts: Options):
-    """`(gate_up [B, 2, I] after the clamp, y [B, H] before the affinity)`.
+def block_fwd(
+    x: Rows, affinity: Weights, expert: Expert, experts: Experts, opts: Options
+) -> tuple[GateUp, Rows]:
+    """`gate_up` after the clamp and `y` before the affinity.
 
     With `on_intermediate` the gated values take the affinity, and `y` has it.
     """
@@ -48,21 +53,32 @@ def block_fwd(x, affinity, expert, experts: Any, opts: Options):
     if expert.gate_up_b is not None:
         z = z + expert.gate_up_b
     gate_up = clamped(z.reshape(z.shape[0], 2, -1), opts)
-    middle = experts.middle(gate_up, expert)
+    middle = gated(gate_up, opts)
     if opts.on_intermediate:
         middle = middle * affinity[:, None]
     y = exchanged(experts.down(middle, expert), opts, "intermediate")
     return gate_up, y if expert.down_b is None else y + expert.down_b
 
 
-def weighed(y: jax.Array, affinity: jax.Array, opts: Options) -> jax.Array:
+def weighed(y: Rows, affinity: Weights, opts: Options) -> Rows:
     """What a block adds to the output."""
     is_after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
     return y * affinity[:, None] if is_after else y
 
 
+def to_store(
+    found: tuple[GateUp, Rows], is_token: Bool[Array, " slots"], opts: Options
+) -> list[Array]:
+    """What the block stores: zeros where a slot is empty."""
+    named: dict[str, Array] = dict(zip(("gate_up", "down"), found, strict=True))
+    return [
+        jnp.where(lax.expand_dims(is_token, range(1, x.ndim)), x, 0)
+        for x in (named[key] for key in opts.stored)
+    ]
+
+
 def expert_blocks_fwd(
-    hidden: Array, slots: Slots, experts: Any, opts: Options
+    hidden: Array, slots: Slots, experts: Experts, opts: Options
 ) -> tuple[Array, ...]:
     """Returns `out [R, H]` in the dtype of sums, and what `opts.stored` names."""
     rows, blocks = hidden.shape[0], slots.token.shape[0]
@@ -77,9 +93,10 @@ def expert_blocks_fwd(
         x = take_rows(hidden, token)
         found = block_fwd(x, affinity, expert, experts, opts)
         y = weighed(found[1], affinity, opts)
+        kept = to_store(found, token < rows, opts)
         return out.at[token].add(y, mode="drop"), *(
             _store(part, new.astype(hidden.dtype), block, is_own)
-            for part, new in zip(held, found, strict=False)
+            for part, new in zip(held, kept, strict=True)
         )
 
     def visit_expert(i, carry):
@@ -100,7 +117,7 @@ def expert_blocks_fwd(
     return out, *turned([from_bits(x, hidden.dtype) for x in held])
 
 
-def _no_blocks(hidden: Array, slots: Slots, experts: Any, opts: Options) -> tuple:
+def _no_blocks(hidden: Array, slots: Slots, experts: Experts, opts: Options) -> tuple:
     """Zeros for `out`, and bits of zeros for what is stored, gate and up as rows."""
     (blocks, size), bits = slots.token.shape, to_bits(hidden[:0]).dtype
     shapes = (blocks, size, 2, experts.d_ff), (blocks, size, hidden.shape[1])
@@ -124,19 +141,18 @@ def _store(held: jax.Array, x: jax.Array, block: jax.Array, is_own: jax.Array):
 
 
 def expert_blocks_static(
-    hidden: Array, slots: Slots, experts: Any, opts: Options
+    hidden: Array, slots: Slots, experts: Experts, opts: Options
 ) -> tuple[Array, ...]:
     """The same, block after block: this form can be differentiated both ways."""
     rows = hidden.shape[0]
 
     def visit(out, slot):
         token, affinity, index = slot
-        is_busy = (token < rows).any()
         x = hidden.at[token].get(mode="fill", fill_value=0)
         found = block_fwd(x, affinity, experts.fetch(index), experts, opts)
         out = out.at[token].add(weighed(found[1], affinity, opts), mode="drop")
-        held = [jnp.where(is_busy, x.astype(hidden.dtype), 0) for x in found]
-        return out, held[: len(opts.stored)]
+        kept = to_store(found, token < rows, opts)
+        return out, [part.astype(hidden.dtype) for part in kept]
 
     index = jnp.clip(slots.expert, 0, experts.count - 1)
     turns = (slots.token, slots.affinity, index)
@@ -155,7 +171,7 @@ def serves_nobody(ops: Operands) -> bool:
     return 0 in (ops.hidden.shape[0], ops.token_id.shape[0])
 
 
-def _of_no_token(ops: Operands, experts: Any, opts: Options) -> tuple[Array, ...]:
+def _of_no_token(ops: Operands, experts: Experts, opts: Options) -> tuple[Array, ...]:
     size, width = opts.block_size, ops.hidden.shape[1]
     blocks = ops.token_id.shape[0] // size
     shapes = (blocks, 2, experts.d_ff, size), (blocks, size, width)
@@ -183,7 +199,7 @@ def blockwise_mm_fwd(
     """Returns `out [R, H]`, and what is stored, `gate_up` and `down`.
 
     They are `[N, 2, I, B]`, after the clamp, and `[N, B, H]`, before the affinity, in
-    the dtype of `hidden`; a block without a token has zeros. Sums are float32 at least.
+    the dtype of `hidden`; a slot without a token has zeros. Sums are float32 at least.
     """
     ops, opts = Operands(*operands), Options.of(config)
     out, *stored = run_blocks(ops, opts, is_static=is_static)

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from neuronjax.kernels.blockwise_mm.experts import Expert
+from neuronjax.kernels.blockwise_mm.experts import Expert, Gated, Pairs, Rows
 from neuronjax.kernels.blockwise_mm.operands import Operands, Option, Options, sum_dtype
 from neuronjax.kernels.blockwise_mm.swiglu import clamped, gated
 from neuronjax.kernels.mx.formats import E4M3FN, FORMATS
@@ -30,14 +31,14 @@ from neuronjax.kernels.mx.linear import rounded, rounded_bwd
 from neuronjax.kernels.mx.product import product_bwd, product_fwd
 from neuronjax.kernels.mx.quantize import round_blocks, straight_through
 
-Pair = tuple[jax.Array, jax.Array]
+Weight = tuple[jax.Array, jax.Array]
 
 
 class BlockScaled:
     """Weights in containers with a power of two a block.
 
-    An `Expert` holds `gate_up` and `down` as pairs of containers and scales, and in
-    `gate_up_scale` what fills the last tile of the gated values, `[4, Ip, tiles]`.
+    An `Expert` holds `gate_up` and `down` as pairs of containers and scales; `fill` is
+    `[4, Ip, tiles]`. An affinity on the gated values leaves it as it is.
     """
 
     def __init__(self, ops: Operands, opts: Options):
@@ -62,7 +63,7 @@ class BlockScaled:
         down_b = None if ops.down_b is None else part(ops.down_b).astype(self.acc)
         gate_up = part(ops.gate_up_w), part(ops.gate_up_scale)
         down = part(ops.down_w), part(ops.down_scale)
-        return Expert(gate_up, down, row, down_b, fill, None)  # pyright: ignore
+        return Expert(gate_up, down, row, down_b, fill=fill)
 
     def _fill(self, bias: jax.Array) -> jax.Array:
         """The gated values of all places `[4, Ip, tiles]` were there no product."""
@@ -70,46 +71,48 @@ class BlockScaled:
         rows = clamped(places.reshape(1, 2, -1), self.opts)
         return gated(rows, self.opts).reshape(places.shape[1:])
 
-    def gate_up(self, x: jax.Array, expert: Expert) -> jax.Array:
-        """`x @ gate_up`, `[B, 2 I]`, without the bias."""
+    def gate_up(self, x: Rows, expert: Expert) -> Pairs:
+        """`x @ gate_up`, without the bias."""
         left = rounded(x.astype(self.acc), HIDDEN)
         weights = _gate_and_up(expert.gate_up)
         parts = [product_fwd(left, w, scale, self.kind) for w, scale in weights]
         return jnp.concatenate(parts, axis=1).astype(self.acc)
 
-    def middle(self, gate_up: jax.Array, expert: Expert) -> jax.Array:
-        """The gated values `[B, I]` from `[B, 2, I]` after the clamp."""
-        return gated(gate_up, self.opts)
-
-    def _in_blocks(self, middle: jax.Array, expert: Expert) -> jax.Array:
-        """The gated values in blocks `[B, 4, Ip, tiles]`, filled up."""
+    def _in_blocks(
+        self, middle: Gated, expert: Expert
+    ) -> Float[Array, "slots 4 p tiles"]:
+        """The gated values in blocks, filled up."""
         blocks = to_blocks(middle, INTERMEDIATE)
-        if expert.gate_up_scale is None:
+        if expert.fill is None:
             return blocks
         is_there = to_blocks(jnp.ones(self.d_ff, middle.dtype), INTERMEDIATE) > 0
-        return jnp.where(is_there, blocks, expert.gate_up_scale)
+        return jnp.where(is_there, blocks, expert.fill)
 
-    def down(self, middle: jax.Array, expert: Expert) -> jax.Array:
-        """`middle @ down`, `[B, H]`, without the bias."""
+    def down(self, middle: Gated, expert: Expert) -> Rows:
+        """`middle @ down`, without the bias."""
         blocks = self._in_blocks(middle, expert)
         left = round_blocks(grouped(blocks), BLOCK, E4M3FN).reshape(blocks.shape)
         packed, scale = expert.down
         return product_fwd(left, packed, scale, self.kind).astype(self.acc)
 
-    def down_back(self, dy: jax.Array, gate_up: jax.Array, expert: Expert) -> jax.Array:
-        """The cotangent of `middle`, `[B, I]`, from that of `down`'s result."""
+    def down_back(self, dy: Rows, middle: Gated, expert: Expert) -> Gated:
+        """The cotangent of `middle`."""
         packed, scale = expert.down
         d_blocks = product_bwd(dy, packed, scale, self.kind)
-        blocks = self._in_blocks(gated(gate_up.astype(self.acc), self.opts), expert)
+        blocks = self._in_blocks(middle, expert)
         passed = straight_through(grouped(d_blocks), grouped(blocks), BLOCK)
         return from_blocks(passed.reshape(blocks.shape), INTERMEDIATE, self.d_ff)
 
-    def gate_up_back(self, dz: jax.Array, x: jax.Array, expert: Expert) -> jax.Array:
-        """The cotangent of `x`, `[B, H]`, from that of `gate_up`'s result."""
+    def gate_up_back(self, dz: Pairs, x: Rows, expert: Expert) -> Rows:
+        """The cotangent of `x`."""
         halves = dz[:, : self.d_ff], dz[:, self.d_ff :]
         pairs = zip(halves, _gate_and_up(expert.gate_up), strict=True)
         d_gate, d_up = (product_bwd(dy, *w, self.kind) for dy, w in pairs)
         return rounded_bwd(d_gate + d_up, x.astype(self.acc), HIDDEN)
+
+    def weight_grad(self, x: jax.Array, dy: jax.Array) -> jax.Array:
+        """None: packed weights are constants."""
+        raise TypeError("block-scaled weights are constants: they have no gradient")
 
     def bias_grad(self, total: jax.Array) -> jax.Array:
         """The gradient of `gate_up_b`, `[E, Ip, 2, tiles, 4]`, from `[E, 2 I]`."""
@@ -117,6 +120,6 @@ class BlockScaled:
         return jax.vmap(jax.vmap(row_to_bias))(rows).swapaxes(1, 2)
 
 
-def _gate_and_up(weight: Any) -> tuple[Pair, Pair]:
+def _gate_and_up(weight: Any) -> tuple[Weight, Weight]:
     packed, scale = weight
     return (packed[:, 0], scale[:, 0]), (packed[:, 1], scale[:, 1])

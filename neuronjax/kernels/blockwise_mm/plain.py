@@ -42,7 +42,6 @@ class Blocks(NamedTuple):
 
     Attributes:
         token: `[N, B]`; `R` where a slot has none.
-        busy: `[N]`: whether a block has a token.
         x: `[N, B, H]`.
         affinity: `[N, B, 1]`.
         gate_up: `[N, H, 2, I]`, dequantized.
@@ -53,7 +52,6 @@ class Blocks(NamedTuple):
     """
 
     token: jax.Array
-    busy: jax.Array
     x: jax.Array
     affinity: jax.Array
     gate_up: jax.Array
@@ -93,7 +91,6 @@ def _blocks(ops: Operands, opts: Options) -> Blocks:
     gate_up_b, fill = _biases(ops, opts, expert, acc)
     return Blocks(
         token,
-        (token < rows).any(1),
         ops.hidden.at[token].get(mode="fill", fill_value=0).astype(acc),
         affinity[..., None],
         gate_up,
@@ -194,15 +191,11 @@ def blockwise_mm_plain(*operands: Any, name: str, **config: Any) -> tuple:
     out = jnp.zeros(ops.hidden.shape, share.dtype)
     out = out.at[blocks.token].add(share, mode="drop")
     kept = dict(gate_up=gate_up.transpose(0, 2, 3, 1), down=y)
-    dtype, busy = ops.hidden.dtype, blocks.busy
+    dtype, is_token = ops.hidden.dtype, blocks.token < ops.hidden.shape[0]
+    shown = dict(gate_up=is_token[:, None, None], down=is_token[:, :, None])
     return out.astype(dtype), *(
-        jnp.where(_like(busy, kept[key]), kept[key].astype(dtype), 0)
-        for key in opts.stored
+        jnp.where(shown[key], kept[key].astype(dtype), 0) for key in opts.stored
     )
-
-
-def _like(busy: jax.Array, x: jax.Array) -> jax.Array:
-    return busy.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _slopes(dm: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
@@ -264,19 +257,23 @@ def _gradients(
     known = jnp.where(is_token, gate_up, 0)
     a, wide = blocks.affinity, known.astype(d.dtype)
     dy = d * a if after else d
-    dy = dy if d_down is None else dy + d_down.astype(dy.dtype)
+    if d_down is not None:
+        dy = dy + jnp.where(is_token[..., 0], d_down, 0).astype(dy.dtype)
     dm = _exchanged(product("nbh,nih->nbi", dy, blocks.down), opts, "hidden")
     da = jnp.zeros(a.shape[:2], d.dtype)
     if after:
         da = _exchanged((d * down.astype(d.dtype)).sum(2), opts, "hidden")
-    m = ACTIVATIONS[opts.activation](wide[:, :, 0]) * wide[:, :, 1]
-    dm = _through(round_m, m, dm, opts)
+    fed = m = ACTIVATIONS[opts.activation](wide[:, :, 0]) * wide[:, :, 1]
+    if opts.on_intermediate:
+        fed = m * a
+    dm = _through(round_m, fed, dm, opts)
     if opts.on_intermediate:
         da = _exchanged((dm * m).sum(2), opts, "intermediate")
-        dm, m = dm * a, m * a
+        dm = dm * a
     dz = _slopes(dm, known, opts)
-    dz = dz if d_gate_up is None else dz + d_gate_up.astype(dz.dtype)
-    dz = _within(dz, gate_up, opts)
+    if d_gate_up is not None:
+        dz = dz + jnp.where(is_token, d_gate_up, 0).astype(dz.dtype)
+    dz = _within(dz, known, opts)
     x = blocks.x * a if before else blocks.x
     dx = product("nbji,nhji->nbh", dz, blocks.gate_up)
     dx = _through(round_x, x, dx, opts)
@@ -289,7 +286,7 @@ def _gradients(
         hidden=_exchanged(dx, opts, "intermediate"),
         affinity=da,
         gate_up_w=product("nbh,nbji->nhji", x, dz),
-        down_w=product("nbi,nbh->nih", m, own),
+        down_w=product("nbi,nbh->nih", fed, own),
         gate_up_b=dz.sum(1),
         down_b=dy.sum(1),
     )
@@ -321,7 +318,6 @@ def _gathered(found: dict, blocks: Blocks, ops: Operands, opts: Options, key: st
         total = jnp.zeros((ops.hidden.shape[0], count), grad.dtype)
         total = total.at[blocks.token, expert[:, None]].add(grad, mode="drop")
     else:
-        grad = jnp.where(_like(blocks.busy, grad), grad, 0)
         if key == "gate_up_b" and opts.quantization == "MX":
             grad = to_blocks(grad, INTERMEDIATE).transpose(0, 3, 1, 4, 2)
         total = jnp.zeros((count, *grad.shape[1:]), grad.dtype)

@@ -9,13 +9,17 @@ limit: the limit as the stored dtype has it, or a rounded value would pass below
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from neuronjax.kernels.activation import activation, activation_grad
 from neuronjax.kernels.blockwise_mm.operands import Limits, Options
 
+GateUp = Float[Array, "slots 2 d_ff"]
+Gated = Float[Array, "slots d_ff"]
 
-def clamped(gate_up: jax.Array, opts: Options) -> jax.Array:
-    """`[B, 2, I]` with gate and up each within its limits."""
+
+def clamped(gate_up: GateUp, opts: Options) -> GateUp:
+    """Gate and up, each within its limits."""
     if opts.gate_limits == opts.up_limits == (None, None):
         return gate_up
     gate = _clamp(gate_up[:, 0], opts.gate_limits)
@@ -28,19 +32,19 @@ def _clamp(x: jax.Array, limits: Limits) -> jax.Array:
     return x if lower is None else lax.max(x, jnp.asarray(lower, x.dtype))
 
 
-def gated(gate_up: jax.Array, opts: Options) -> jax.Array:
-    """The gated values `[B, I]`."""
+def gated(gate_up: GateUp, opts: Options) -> Gated:
+    """The gated values."""
     return activation(gate_up[:, 0], opts.activation) * gate_up[:, 1]
 
 
-def gated_bwd(d_middle: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
-    """The cotangent of gate and up after their clamp, `[B, 2, I]`."""
+def gated_bwd(d_middle: Gated, gate_up: GateUp, opts: Options) -> GateUp:
+    """The cotangent of gate and up after their clamp."""
     wide = gate_up.astype(d_middle.dtype)
     opened, slope = activation_grad(wide[:, 0], opts.activation)
     return jnp.stack([d_middle * wide[:, 1] * slope, d_middle * opened], 1)
 
 
-def clamped_bwd(dz: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
+def clamped_bwd(dz: GateUp, gate_up: GateUp, opts: Options) -> GateUp:
     """The cotangent of gate and up before their clamp.
 
     `gate_up` comes in the dtype in which it was stored.
