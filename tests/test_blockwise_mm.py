@@ -112,3 +112,18 @@ def test_slots_without_a_token_store_zeros():
     assert not np.any(gate_up.transpose(0, 3, 1, 2)[is_empty])
     assert not np.any(down[is_empty])
     assert np.all(down[~is_empty])
+
+
+def test_a_gate_beyond_float16_has_finite_gradients():
+    ops = operands("float16", False, True)
+    ops = ops._replace(gate_up_b=ops.gate_up_b.at[:, 0].set(-60000.0))
+    ops = ops._replace(hidden=ops.hidden * 30, gate_up_w=ops.gate_up_w * 1000)
+    config = dict(block_size=SIZE, gate_clamp_lower_limit=-1e5)
+
+    def total(x):
+        out, *_ = blockwise_mm(*ops._replace(hidden=x), name=FORWARD, **config)
+        return jnp.sum(jnp.where(jnp.isfinite(out), out, 0).astype("float32"))
+
+    _, gate_up, _ = blockwise_mm(*ops, name=FORWARD, **config)
+    assert gate_up[:, 0].min() == jnp.finfo("float16").min
+    assert not np.any(np.isnan(jax.grad(total)(ops.hidden)))

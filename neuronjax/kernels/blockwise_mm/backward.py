@@ -42,6 +42,7 @@ from neuronjax.kernels.blockwise_mm.swiglu import (
     clamped_bwd,
     gated,
     gated_bwd,
+    saturated,
 )
 from neuronjax.kernels.loop_bounds import most
 from neuronjax.kernels.shard_common import settled
@@ -102,7 +103,7 @@ def block_bwd(
     gate_up, down, d_gate_up, d_down = held
     if gate_up is None:
         found = block_fwd(x, rows.affinity, expert, experts, opts)
-        gate_up, down = (z.astype(x.dtype) for z in found)
+        gate_up, down = (saturated(z, x.dtype) for z in found)
     d = rows.d_out.astype(experts.acc)
     is_after = opts.scaling == "POST_SCALE" and not opts.on_intermediate
     dy = _plus(d * column if is_after else d, d_down, rows)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from neuronjax.kernels.blockwise_mm.experts import Expert, Experts, Rows
@@ -22,7 +23,12 @@ from neuronjax.kernels.blockwise_mm.forms import experts_of
 from neuronjax.kernels.blockwise_mm.narrow import from_bits, put, take_rows, to_bits
 from neuronjax.kernels.blockwise_mm.operands import Operands, Options
 from neuronjax.kernels.blockwise_mm.slots import Slots, slots_of, visits_of
-from neuronjax.kernels.blockwise_mm.swiglu import GateUp, clamped, gated
+from neuronjax.kernels.blockwise_mm.swiglu import (
+    GateUp,
+    clamped,
+    gated,
+    saturated,
+)
 from neuronjax.kernels.loop_bounds import most
 from neuronjax.kernels.shard_common import settled
 
@@ -67,12 +73,15 @@ def weighed(y: Rows, affinity: Weights, opts: Options) -> Rows:
 
 
 def to_store(
-    found: tuple[GateUp, Rows], is_token: Bool[Array, " slots"], opts: Options
+    found: tuple[GateUp, Rows],
+    is_token: Bool[Array, " slots"],
+    dtype: DTypeLike,
+    opts: Options,
 ) -> list[Array]:
-    """What the block stores: zeros where a slot is empty."""
+    """What the block stores, in `dtype`: zeros where a slot is empty."""
     named: dict[str, Array] = dict(zip(("gate_up", "down"), found, strict=True))
     return [
-        jnp.where(lax.expand_dims(is_token, range(1, x.ndim)), x, 0)
+        saturated(jnp.where(lax.expand_dims(is_token, range(1, x.ndim)), x, 0), dtype)
         for x in (named[key] for key in opts.stored)
     ]
 
@@ -93,9 +102,9 @@ def expert_blocks_fwd(
         x = take_rows(hidden, token)
         found = block_fwd(x, affinity, expert, experts, opts)
         y = weighed(found[1], affinity, opts)
-        kept = to_store(found, token < rows, opts)
+        kept = to_store(found, token < rows, hidden.dtype, opts)
         return out.at[token].add(y, mode="drop"), *(
-            _store(part, new.astype(hidden.dtype), block, is_own)
+            _store(part, new, block, is_own)
             for part, new in zip(held, kept, strict=True)
         )
 
@@ -151,8 +160,7 @@ def expert_blocks_static(
         x = hidden.at[token].get(mode="fill", fill_value=0)
         found = block_fwd(x, affinity, experts.fetch(index), experts, opts)
         out = out.at[token].add(weighed(found[1], affinity, opts), mode="drop")
-        kept = to_store(found, token < rows, opts)
-        return out, [part.astype(hidden.dtype) for part in kept]
+        return out, to_store(found, token < rows, hidden.dtype, opts)
 
     index = jnp.clip(slots.expert, 0, experts.count - 1)
     turns = (slots.token, slots.affinity, index)

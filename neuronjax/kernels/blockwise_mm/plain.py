@@ -19,6 +19,7 @@ from neuronjax.kernels.blockwise_mm.operands import (
     factor_dtype,
     sum_dtype,
 )
+from neuronjax.kernels.blockwise_mm.swiglu import as_stored, saturated
 from neuronjax.kernels.mx.formats import FORMATS
 from neuronjax.kernels.mx.layout import (
     HIDDEN,
@@ -194,7 +195,7 @@ def blockwise_mm_plain(*operands: Any, name: str, **config: Any) -> tuple:
     dtype, is_token = ops.hidden.dtype, blocks.token < ops.hidden.shape[0]
     shown = dict(gate_up=is_token[:, None, None], down=is_token[:, :, None])
     return out.astype(dtype), *(
-        jnp.where(shown[key], kept[key].astype(dtype), 0) for key in opts.stored
+        jnp.where(shown[key], saturated(kept[key], dtype), 0) for key in opts.stored
     )
 
 
@@ -211,8 +212,8 @@ def _within(dz: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
     for at, (low, high) in enumerate((opts.gate_limits, opts.up_limits)):
         z = gate_up[:, :, at]
         outside = jnp.zeros(z.shape, bool)
-        outside |= False if low is None else z <= jnp.asarray(low, z.dtype)
-        outside |= False if high is None else z >= jnp.asarray(high, z.dtype)
+        outside |= False if low is None else z <= as_stored(low, z.dtype)
+        outside |= False if high is None else z >= as_stored(high, z.dtype)
         dz = dz.at[:, :, at].set(jnp.where(outside, 0, dz[:, :, at]))
     return dz
 
@@ -225,7 +226,7 @@ def blockwise_mm_bwd_plain(*operands: Any, name: str, grads: tuple, **config) ->
     blocks = _blocks(ops, opts)
     if gate_up is None:
         gate_up, down = (
-            z.astype(ops.hidden.dtype) for z in _activations(blocks, ops, opts)
+            saturated(z, ops.hidden.dtype) for z in _activations(blocks, ops, opts)
         )
     else:
         gate_up = gate_up.transpose(0, 3, 1, 2)

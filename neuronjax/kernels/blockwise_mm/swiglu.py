@@ -6,9 +6,12 @@
 limit: the limit as the stored dtype has it, or a rounded value would pass below it.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from neuronjax.kernels.activation import activation, activation_grad
@@ -56,6 +59,24 @@ def clamped_bwd(dz: GateUp, gate_up: GateUp, opts: Options) -> GateUp:
 
 
 def _inside(dx: jax.Array, x: jax.Array, limits: Limits) -> jax.Array:
-    lower, upper = limits
-    dx = dx if upper is None else jnp.where(x < jnp.asarray(upper, x.dtype), dx, 0)
-    return dx if lower is None else jnp.where(x > jnp.asarray(lower, x.dtype), dx, 0)
+    lower, upper = (None if z is None else as_stored(z, x.dtype) for z in limits)
+    dx = dx if upper is None else jnp.where(x < upper, dx, 0)
+    return dx if lower is None else jnp.where(x > lower, dx, 0)
+
+
+def as_stored(limit: float, dtype: jnp.dtype) -> jax.Array:
+    """A limit in the stored dtype; one beyond it is never reached."""
+    if abs(limit) > float(jnp.finfo(dtype).max):
+        limit = math.copysign(math.inf, limit)
+    return jnp.asarray(limit, dtype)
+
+
+def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x` in the dtype in which it is stored, which may have no room for it.
+
+    An infinity would make the derivative of the activation NaN.
+    """
+    if jnp.finfo(dtype).maxexp < jnp.finfo(x.dtype).maxexp:
+        top = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+        x = jnp.where(jnp.isfinite(x), lax.clamp(-top, x, top), x)
+    return x.astype(dtype)
