@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import neuronjax
 from neuronjax import nn
 from neuronjax.sharding import make_mesh, place
+from tests.attention_mesh import collectives
 from tests.plain_moe import plain_affinities, plain_experts
 
 WIDTH, D_FF, EXPERTS, K, SHARED = 8, 6, 16, 2, 4
@@ -153,23 +154,22 @@ def test_the_balance_loss_is_that_of_the_router():
     np.testing.assert_allclose(loss, EXPERTS * (load * p.mean(0)).sum(), rtol=1e-5)
 
 
-def test_padding_goes_to_no_expert():
-    """R-38: NaN in padding reaches no output of others, no gradient and no loss."""
-    layer, x = layer_of(shared_d_ff=0), inputs(2, 4)
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_padding_goes_to_no_expert(shared):
+    """R-38: NaN in padding reaches no output, no gradient and no loss; rows are 0."""
+    layer, x = layer_of(shared_d_ff=shared), inputs(2, 4)
     mask = jnp.array([[True, True, False, False], [True, True, True, False]])
-    out, grads, _ = wanted64(
-        layer, jnp.where(mask[..., None], x, 1), mask=np.asarray(mask).ravel()
-    )
+    padded = jnp.where(mask[..., None], x, 0)
+    out, grads, _ = wanted64(layer, padded, mask=np.asarray(mask).ravel())
     poisoned = jnp.where(mask[..., None], x, jnp.nan)
-    got, (d_layer, _) = got_of(
-        layer,
-        poisoned,
-        lambda layer, x: layer(jnp.where(mask[..., None], x, 1), token_mask=mask),
+    got = got_of(layer, poisoned, lambda layer, x: layer(x, token_mask=mask))
+    agree(got, (out, grads))
+    empty = ~np.asarray(mask)
+    assert (
+        not np.asarray(got[0])[empty].any() and not np.asarray(got[1][1])[empty].any()
     )
-    agree((got, d_layer), (out, grads[0]))
-    assert not np.asarray(got)[~np.asarray(mask)].any()
-    _, loss = layer.with_balance(jnp.where(mask[..., None], x, 9.0), token_mask=mask)
-    _, alone = layer.with_balance(x[mask][None])
+    balance = nnx.jit(lambda layer, x, mask: layer.with_balance(x, None, mask)[1])
+    loss, alone = balance(layer, poisoned, mask), balance(layer, x[mask][None], None)
     np.testing.assert_allclose(loss, alone, rtol=1e-5)
 
 
@@ -180,6 +180,22 @@ def test_a_narrow_dtype_computes_narrow():
     wanted = wanted64(layer, x)[0]
     error = np.abs(np.asarray(out, np.float64).reshape(wanted.shape) - wanted)
     assert error.max() < 0.05 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["call", "decode"])
+def test_the_shared_expert_is_added_before_the_sum_is_rounded(few):
+    """256 + 1 - 256 in bfloat16, which holds no 257: what is left is 1."""
+    options = dict(norm=False, shared_d_ff=1, dtype=jnp.bfloat16)
+    layer = nn.MoE(1, 2, 1, 1, **options, rngs=nnx.Rngs(0))
+    layer.gate_up[...] = jnp.array([[[[64.0, 64.0], [1.0, 1.0]]]])  # silu(64) = 64
+    layer.down[...] = jnp.array([[[4.0], [2**-6]]])
+    layer.shared.gate[...], layer.shared.up[...] = jnp.array([[64.0]]), jnp.ones((1, 1))
+    layer.shared.down[...] = jnp.array([[-4.0]])
+    x = jnp.ones((1, 1, 1), jnp.bfloat16)
+    run = layer.decode if few else layer
+    for residual, wanted in ((None, 1.0), (2**-6 * x, 1 + 2**-6)):
+        out = run(x, residual)
+        assert out.dtype == jnp.bfloat16 and out.item() == wanted
 
 
 @pytest.mark.parametrize("act_fn", ["SOFTMAX", "SIGMOID"])
@@ -213,3 +229,43 @@ def test_parameters_split_over_a_mesh(sizes):
     place(layer, make_mesh(**sizes))
     got = nnx.jit(lambda m, x: m(x))(layer, x)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def over(devices, **options):
+    """A layer whose tokens and experts are split, and the same on one device."""
+    mesh = make_mesh(expert=devices)
+    layer, one = layer_of(mesh=mesh, **options), layer_of(**options)
+    place(layer, mesh)
+    return layer, one
+
+
+def test_over_a_mesh_it_is_the_layer_of_one_device():
+    """Output, balance loss and gradients; six tokens are filled up to eight."""
+    (layer, one), x = over(4), inputs()
+    mask = jnp.array([[True, False, True], [True, True, False]])
+    x = jnp.where(mask[..., None], x, jnp.nan)
+
+    def call(layer, x):
+        out, loss = layer.with_balance(x, token_mask=mask)
+        return jnp.append(out.ravel(), loss)
+
+    agree(got_of(layer, x, call), jax.tree.map(np.asarray, got_of(one, x, call)))
+
+
+def test_decoding_over_a_mesh_with_fewer_tokens_than_devices():
+    (layer, one), x = over(4), inputs(3, 1)
+    got = nnx.jit(lambda layer, x: layer.decode(x, residual=x))(layer, x)
+    agree(got, np.asarray(one.decode(x, residual=x)))
+
+
+def test_over_a_mesh_two_all_to_alls_and_nothing_else_cross_the_wire():
+    layer, _ = over(4)
+    x = jax.device_put(inputs(4), jax.NamedSharding(layer.mesh, P("expert")))
+    graph, state = nnx.split(layer)
+    run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+    assert collectives(run, state, x) == {"all-to-all": 2}
+
+
+def test_a_mesh_without_the_axis_is_refused():
+    with pytest.raises(ValueError, match="nn.MoE: axis must be an axis of the mesh"):
+        layer_of(mesh=make_mesh(data=2))

@@ -52,12 +52,20 @@ class MoEConfig(DecoderConfig):
         experts_per_token: how many of them a token gets.
         shared_d_ff: width of an expert that every token has besides; 0 for none.
         norm_topk_prob: the weights of a token's experts sum to 1.
+        act_fn: `"SOFTMAX"` or `"SIGMOID"`: what turns the router's logits into weights.
+        activation: of the gate: `"SiLU"`, `"GELU"`, `"GELU_Tanh_Approx"` or `"Swish"`.
+        block_size: slots of a block; unless named it follows the number of tokens.
+        checkpoint: `"store"`, or `"recompute"` to save memory in training.
     """
 
     num_experts: int
     experts_per_token: int
     shared_d_ff: int = 0
     norm_topk_prob: bool = True
+    act_fn: str = "SOFTMAX"
+    activation: str = "SiLU"
+    block_size: int | None = None
+    checkpoint: str = "store"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from neuronjax.models.llama import Llama
@@ -17,21 +18,53 @@ from neuronjax.nn.moe import MoEDecoderLayer
 
 
 class MoELM(Llama):
-    """A decoder of experts: `Llama` with `nn.MoE` for its `nn.MLP`.
+    r"""A decoder of experts: `Llama` with `nn.MoE` for its `nn.MLP`.
 
-    Prefill, decoding and `generate` are those of `Llama`. No token is ever dropped, so
-    decoding one by one gives what a whole sequence gives. Whole sequences and prefill
-    emit `BlockwiseMM`, decoding `ExpertMLPs`.
+    $$h = x + \mathrm{Attention}(x), \qquad x \leftarrow h + \mathrm{MoE}(h)$$
+
+    in each layer. Prefill, decoding and `generate` are those of `Llama`. No token is
+    ever dropped, so decoding one by one gives what a whole sequence gives. Whole
+    sequences and prefill emit `BlockwiseMM`, decoding `ExpertMLPs`; over a mesh all
+    emit `BlockwiseMM`.
 
     Args:
         config: its sizes, a `MoEConfig`.
         scan_layers: as for `Llama`.
+        mesh: devices that share the tokens and experts of each layer, as in `nn.MoE`.
+        axis: the mesh axis that splits them.
         dtype: dtype of the computation; `None` keeps that of the parameters.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
+
+    Source:
+        Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> sizes = dict(vocab_size=9, d_model=8, d_ff=6, num_layers=1, num_heads=2,
+        ...              num_kv_heads=1, head_dim=4)
+        >>> config = MoEConfig(**sizes, num_experts=4, experts_per_token=2)
+        >>> MoELM(config, rngs=nnx.Rngs(0))(jnp.array([[1, 2, 3]])).shape
+        (1, 3, 9)
     """
 
     config: MoEConfig
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        scan_layers: bool = False,
+        mesh: Mesh | None = None,
+        axis: str = "expert",
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.mesh, self.axis = mesh, axis
+        types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
+        super().__init__(config, scan_layers=scan_layers, **types, rngs=rngs)
 
     @staticmethod
     def new_layer(config: Any, rngs: nnx.Rngs, types: dict[str, Any]):
@@ -46,10 +79,18 @@ class MoELM(Llama):
             config.experts_per_token,
             shared_d_ff=config.shared_d_ff,
             norm_topk_prob=config.norm_topk_prob,
+            act_fn=config.act_fn,
+            activation=config.activation,
+            block_size=config.block_size,
+            checkpoint=config.checkpoint,
             norm_eps=config.norm_eps,
             rngs=rngs,
             **types,
         )
+
+    def _layers(self, scan_layers: bool, rngs: nnx.Rngs, types: dict[str, Any]):
+        types = types | dict(mesh=self.mesh, axis=self.axis)
+        return super()._layers(scan_layers, rngs, types)
 
     def with_balance(
         self, tokens: Int[Array, "batch seq"]

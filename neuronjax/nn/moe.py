@@ -4,8 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from neuronjax.kernels.dtypes import accumulator
 from neuronjax.nn.cache import LayerCache
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.mlp import MLP
@@ -20,14 +22,21 @@ from neuronjax.primitives.routing import (
     mask_affinities,
     route_to_blocks,
 )
+from neuronjax.sharding.expert_parallel import expert_parallel_moe
+from neuronjax.sharding.mesh import require_axes
 
 
 class MoE(nnx.Module):
-    """RMSNorm, router, the experts of each token, and a shared expert if there is one.
+    r"""RMSNorm, router, the experts of each token, and a shared expert if there is one.
+
+    $$z = \mathrm{rms\_norm}(x), \qquad
+      \mathrm{out}_t = \sum_{e \in \mathrm{top}_k(t)} a_{te} \,
+      \mathrm{expert}_e(z_t) + \mathrm{shared}(z_t)$$
 
     The twin of `rms_norm`, `router_topk`, `route_to_blocks` and `moe_cte` (`moe_tkg`
     when decoding), in that order; no token is dropped. The shared expert is the twin of
-    `mlp` and is added after the routed sum.
+    `mlp`, added to the routed sum before that is rounded. A narrow routed sum is kept
+    wide for it, and with it what `checkpoint="store"` keeps.
 
     Args:
         d_model: width of the residual stream.
@@ -42,13 +51,32 @@ class MoE(nnx.Module):
         norm_eps: added to the mean square.
         block_size: slots of a block; unless named it follows the number of tokens.
         checkpoint: `"store"`, or `"recompute"` to save memory in training.
+        mesh: devices that share tokens and experts, as in `expert_parallel_moe`: two
+            all-to-alls a call, decoding too. Tokens are filled up to a multiple of the
+            devices. Each device's sum is rounded for the way back.
+        axis: the mesh axis that splits them.
         dtype: dtype of the computation; `None` keeps that of the input.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
 
     `gate_up [E, d_model, 2, d_ff]` carries the partition names `("expert", None, None,
-    "tensor")`, `down [E, d_ff, d_model]` `("expert", "tensor", None)`. Quantizing a
-    model (`neuronjax.quantize`) quantizes the shared expert and leaves the others.
+    "tensor")`, `down [E, d_ff, d_model]` `("expert", "tensor", None)`. Without `mesh` a
+    device that has a part of the experts alone gathers the others. Quantizing a model
+    (`neuronjax.quantize`) quantizes the shared expert and leaves the others.
+
+    Raises:
+        ValueError: `mesh` lacks `axis`; and when called, what the functions refuse.
+
+    Source:
+        Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, equation 1; DeepSeek-AI
+        2024, https://arxiv.org/abs/2401.06066, equation 9, for the shared expert.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = MoE(8, 6, num_experts=4, experts_per_token=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 3, 8))).shape
+        (1, 3, 8)
     """
 
     def __init__(
@@ -66,10 +94,14 @@ class MoE(nnx.Module):
         norm_eps: float = 1e-6,
         block_size: int | None = None,
         checkpoint: str = "store",
+        mesh: Mesh | None = None,
+        axis: str = "expert",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        if mesh is not None:
+            require_axes("nn.MoE", mesh, axis=axis)
         lecun, ones = nnx.initializers.lecun_normal, nnx.initializers.ones_init()
         each = lecun(in_axis=1, out_axis=-1, batch_axis=(0, 2))
         shape, names = (num_experts, d_model, 2, d_ff), ("expert", None, None, "tensor")
@@ -88,6 +120,7 @@ class MoE(nnx.Module):
         self.act_fn, self.norm_topk_prob = act_fn, norm_topk_prob
         self.activation, self.norm_eps, self.dtype = activation, norm_eps, dtype
         self.block_size, self.checkpoint = block_size, checkpoint
+        self.mesh, self.axis = mesh, axis
 
     def __call__(
         self,
@@ -97,8 +130,8 @@ class MoE(nnx.Module):
     ) -> Float[Array, "batch seq d_model"]:
         """Returns the experts' weighted sum, plus `residual` where given.
 
-        Padding tokens (False in `token_mask`) go to no expert; a shared expert reads
-        them like any other.
+        Padding tokens (False in `token_mask`) go to no expert, count as zeros whatever
+        they hold, and add 0 to their residual.
         """
         return self._apply(x, residual, token_mask)[0]
 
@@ -118,40 +151,79 @@ class MoE(nnx.Module):
         x: Float[Array, "batch seq d_model"],
         residual: Float[Array, "batch seq d_model"] | None = None,
     ) -> Float[Array, "batch seq d_model"]:
-        """What a call returns, by the macro for a few tokens: `ExpertMLPs`."""
+        """What a call returns, by the macro for a few tokens: `ExpertMLPs`.
+
+        Over a mesh it is a call.
+        """
         return self._apply(x, residual, None, self._few)[0]
 
     def _apply(self, x, residual, token_mask, experts=None):
         """The output; the router's logits and choices; the mask of tokens."""
-        shape = x.shape
         x = x if self.dtype is None else x.astype(self.dtype)
+        mask = None if token_mask is None else token_mask.reshape(-1)
+        # What padding holds ends here: 0 * NaN would reach the gain's gradient.
+        x = x if token_mask is None else jnp.where(token_mask[..., None], x, 0)
         if self.norm is not None:
             x = rms_norm(x, at_dtype(self.norm, self.dtype), eps=self.norm_eps)
-        mask = None if token_mask is None else token_mask.reshape(-1)
-        rows = x.reshape(-1, shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
+        if self.mesh is None:
+            out, logits, index = self._here(rows, mask, experts or self._blocks)
+        else:
+            out, logits, index = self._over_mesh(rows, mask)
+        out = out.reshape(x.shape)
+        for addend in (self.shared and self.shared(x), residual):
+            out = out if addend is None else out + addend.astype(out.dtype)
+        return out.astype(x.dtype), logits, index, mask
+
+    def _here(self, rows: Array, mask: Array | None, experts: Any):
+        """The routed sum, the router's logits and choices; every expert is at hand."""
         logits, index, affinities = router_topk(
             rows,
             at_dtype(self.router, self.dtype),
-            act_fn=self.act_fn,
             k=self.experts_per_token,
             x_hbm_layout=1,
-            norm_topk_prob=self.norm_topk_prob,
             token_mask=mask,
+            **self._rule(),
         )
-        out = (experts or self._blocks)(rows, index, affinities).reshape(shape)
-        out = out if self.shared is None else out + self.shared(x)
-        out = out if residual is None else out + residual.astype(out.dtype)
-        return out, logits, index, mask
+        # What a shared expert is added to is not rounded before.
+        wide = rows.dtype if self.shared is None else accumulator(rows.dtype)
+        return experts(rows, index, affinities, wide), logits, index
 
-    def _blocks(self, x: Array, index: Array, affinities: Array) -> Any:
-        """The routed sum of `[tokens, d_model]`, expert by expert."""
+    def _over_mesh(self, rows: Array, mask: Array | None):
+        """The same with tokens and experts over the devices."""
+        assert self.mesh is not None
+        tokens = rows.shape[0]
+        spare = -tokens % self.mesh.shape[self.axis]
+        if spare:
+            mask = jnp.ones(tokens, bool) if mask is None else mask
+            mask, rows = jnp.pad(mask, (0, spare)), jnp.pad(rows, ((0, spare), (0, 0)))
+        weights = (self.router, self.gate_up, self.down)
+        outs = expert_parallel_moe(
+            self.mesh,
+            rows,
+            *(at_dtype(w, self.dtype) for w in weights),
+            k=self.experts_per_token,
+            axis=self.axis,
+            token_mask=mask,
+            block_size=self.block_size,
+            activation_function=self.activation,
+            checkpoint=self.checkpoint,
+            **self._rule(),
+        )
+        return tuple(x[:tokens] for x in outs) if spare else outs
+
+    def _rule(self) -> dict[str, Any]:
+        return dict(act_fn=self.act_fn, norm_topk_prob=self.norm_topk_prob)
+
+    def _blocks(self, x: Array, index: Array, affinities: Array, wide: Any) -> Any:
+        """The routed sum of `[tokens, d_model]` in `wide`, expert by expert."""
         load = x.shape[0], self.experts_per_token, self.num_experts
-        size = self.block_size or block_size_for(*load)
+        size = block_size_for(*load) if self.block_size is None else self.block_size
         ids, experts, _ = route_to_blocks(
             index, self.num_experts, size, skip_token=True
         )
         return moe_cte(
-            x,
+            x.astype(wide),
             mask_affinities(affinities, index, skip_token=True),
             at_dtype(self.gate_up, self.dtype),
             at_dtype(self.down, self.dtype),
@@ -162,9 +234,10 @@ class MoE(nnx.Module):
             skip_dma=SkipMode(skip_token=True),
             activation_function=self.activation,
             checkpoint=self.checkpoint,
+            compute_dtype=None if wide == x.dtype else x.dtype,
         )
 
-    def _few(self, x: Array, index: Array, affinities: Array) -> Array:
+    def _few(self, x: Array, index: Array, affinities: Array, wide: Any) -> Array:
         """The same for a few tokens."""
         return moe_tkg(
             x,
@@ -175,11 +248,14 @@ class MoE(nnx.Module):
             is_all_expert=False,
             expert_affinities_scaling_mode="POST_SCALE",
             activation_fn=self.activation,
+            output_dtype=wide,
         )
 
 
 class MoEDecoderLayer(DecoderLayer):
-    """`h = x + Attention(x)`, then `h + MoE(h)`.
+    r"""A decoder layer with experts in the place of its feed-forward block.
+
+    $$h = x + \mathrm{Attention}(x), \qquad \mathrm{out} = h + \mathrm{MoE}(h)$$
 
     Args:
         d_model: width of the residual stream.
@@ -189,12 +265,24 @@ class MoEDecoderLayer(DecoderLayer):
         head_dim: width of a head.
         num_experts: how many experts the router chooses from.
         experts_per_token: how many a token gets.
-        shared_d_ff: width of an expert that every token has; 0 for none.
-        norm_topk_prob: the weights of a token's experts sum to 1.
         norm_eps: added to the mean square in both norms.
         dtype: dtype of the computation; `None` keeps that of the input.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
+        **experts: further arguments of `MoE`, by name: its shared expert, its router,
+            its activation, `block_size`, `checkpoint`, `mesh` and `axis`.
+
+    Source:
+        Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from neuronjax.nn.rotary import rotary_tables
+        >>> layer = MoEDecoderLayer(8, 6, 2, 1, 4, 4, 2, rngs=nnx.Rngs(0))
+        >>> cos, sin = rotary_tables(jnp.arange(3)[None], 4)
+        >>> layer(jnp.ones((1, 3, 8)), cos, sin).shape
+        (1, 3, 8)
     """
 
     def __init__(
@@ -207,26 +295,17 @@ class MoEDecoderLayer(DecoderLayer):
         num_experts: int,
         experts_per_token: int,
         *,
-        shared_d_ff: int = 0,
-        norm_topk_prob: bool = True,
         norm_eps: float = 1e-6,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
+        **experts: Any,
     ):
         kind: dict[str, Any] = dict(norm_eps=norm_eps, rngs=rngs)
         kind |= dict(dtype=dtype, param_dtype=param_dtype)
-        experts = MoE(
-            d_model,
-            d_ff,
-            num_experts,
-            experts_per_token,
-            shared_d_ff=shared_d_ff,
-            norm_topk_prob=norm_topk_prob,
-            **kind,
-        )
+        moe = MoE(d_model, d_ff, num_experts, experts_per_token, **kind, **experts)
         heads = num_heads, num_kv_heads, head_dim
-        super().__init__(d_model, d_ff, *heads, mlp=experts, **kind)
+        super().__init__(d_model, d_ff, *heads, mlp=moe, **kind)
 
     def with_balance(
         self,
