@@ -1,8 +1,27 @@
-"""A small mixture of experts for meshes of two cores: routed slots and operands."""
+"""A small mixture of experts for meshes of two cores: operands, calls, placements."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import neuronjax
+from neuronjax.primitives.blockwise_mm.spec import (
+    ClampLimits,
+    MoECTESpec,
+    ShardOnIConfig,
+)
+from neuronjax.sharding.mesh import make_mesh
+from neuronjax.sharding.moe import sharded_moe_cte
+
+SHARDS = ("block", "intermediate", "hidden")
+SWISH = dict(
+    activation_function="Swish",
+    gate_clamp_upper_limit=0.6,
+    up_clamp_upper_limit=0.5,
+    up_clamp_lower_limit=-0.5,
+)
 TOKENS, EXPERTS, CHOICES, BLOCK, BLOCKS, D_MODEL, D_FF = 9, 3, 2, 4, 8, 8, 6
 
 
@@ -58,3 +77,90 @@ def operands(
     arrays = {name: jnp.asarray(x, dtype) for name, x in floats.items()}
     ids = dict(token_position_to_id=slots, block_to_expert=experts)
     return arrays | {name: jnp.asarray(x) for name, x in ids.items()}
+
+
+def lnc_mesh(cores=2):
+    return make_mesh(lnc=2) if cores == 2 else make_mesh(cores=cores)
+
+
+def alone(arrays, options):
+    spec = options.get("spec", "shard_on_block")
+    options = {key: x for key, x in options.items() if key != "spec"}
+    return neuronjax.moe_cte(**arrays, block_size=BLOCK, spec=spec, **options)
+
+
+def over(mesh, shard, arrays, options):
+    given = dict(lnc=mesh.axis_names[-1], shard_on=shard)
+    return sharded_moe_cte(mesh, **arrays, block_size=BLOCK, **given, **options)
+
+
+def stores(**more):
+    """A spec that returns what is stored."""
+    on_i = ShardOnIConfig(checkpoint_activation=True, **more)
+    return dict(spec=MoECTESpec("shard_on_i", shard_on_I=on_i))
+
+
+def waves(x):
+    return jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+
+
+# How operands lie where a kernel takes them as they are.
+LIES = {
+    "block": {},
+    "intermediate": dict(
+        gate_up_proj_weight=P(None, None, None, "lnc"),
+        down_proj_weight=P(None, "lnc"),
+        gate_and_up_proj_bias=P(None, None, "lnc"),
+    ),
+    "hidden": dict(
+        hidden_states=P(None, "lnc"),
+        gate_up_proj_weight=P(None, "lnc"),
+        down_proj_weight=P(None, None, "lnc"),
+        down_proj_bias=P(None, "lnc"),
+    ),
+}
+
+
+def placed(mesh, arrays, lies):
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, lies.get(name, P())))
+        for name, x in arrays.items()
+    }
+
+
+# The same of the backward from stored activations, and its options.
+BACKWARD = {
+    "replicated": {},
+    "hidden": dict(
+        hidden_states=P(None, "lnc"),
+        gate_up_proj_weight=P(None, "lnc"),
+        down_proj_weight=P(None, None, "lnc"),
+        down_proj_act_checkpoint=P(None, None, "lnc"),
+        output_hidden_states_grad=P(None, "lnc"),
+    ),
+    "intermediate": dict(
+        gate_up_proj_weight=P(None, None, None, "lnc"),
+        down_proj_weight=P(None, "lnc"),
+        gate_up_proj_act_checkpoint_T=P(None, None, "lnc"),
+    ),
+}
+OPTIONS = dict(
+    activation_type="Swish",
+    clamp_limits=ClampLimits(0.5, -0.5, 0.6, None),
+    bias=True,
+    block_size=BLOCK,
+)
+
+
+def backward_operands(dtype="float32"):
+    """What a forward with biases and clamps stored, and a cotangent."""
+    arrays = operands(dtype)
+    options = SWISH | stores()
+    out, gate_up, down = alone(arrays, options)
+    for name in ("gate_and_up_proj_bias", "down_proj_bias"):
+        del arrays[name]
+    return arrays | dict(
+        gate_up_proj_act_checkpoint_T=gate_up,
+        down_proj_act_checkpoint=down,
+        output_hidden_states_grad=waves(out).astype(dtype),
+    )

@@ -1,4 +1,4 @@
-"""Blockwise experts over the cores of one logical core: values, gradients, the wire."""
+"""Blockwise experts over the cores of one logical core: values and gradients."""
 
 import functools
 
@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax.kernels.quantization.fp8 import E4M3
@@ -22,17 +20,25 @@ from neuronjax.primitives.blockwise_mm.spec import (
 from neuronjax.sharding.mesh import make_mesh
 from neuronjax.sharding.moe import sharded_blockwise_mm_bwd, sharded_moe_cte
 from tests.moe_equations import FLOATS, Moe
-from tests.moe_hlo import collectives
 from tests.moe_mx import Block
-from tests.moe_sharding_case import BLOCK, D_FF, D_MODEL, EXPERTS, operands
-
-SHARDS = ("block", "intermediate", "hidden")
-SWISH = dict(
-    activation_function="Swish",
-    gate_clamp_upper_limit=0.6,
-    up_clamp_upper_limit=0.5,
-    up_clamp_lower_limit=-0.5,
+from tests.moe_sharding_case import (
+    BACKWARD,
+    BLOCK,
+    D_FF,
+    D_MODEL,
+    EXPERTS,
+    OPTIONS,
+    SHARDS,
+    SWISH,
+    alone,
+    backward_operands,
+    lnc_mesh,
+    operands,
+    over,
+    stores,
+    waves,
 )
+
 CASES = {
     "post": (dict(), dict(biases=False)),
     "post, biases, clamps, skipped tokens": (
@@ -43,25 +49,6 @@ CASES = {
     "no, biases, clamps": (SWISH | dict(expert_affinities_scaling_mode="NO_SCALE"), {}),
     "recompute": (SWISH | dict(checkpoint="recompute"), {}),
 }
-
-
-def lnc_mesh(cores=2):
-    return make_mesh(lnc=2) if cores == 2 else make_mesh(cores=cores)
-
-
-def alone(arrays, options):
-    spec = options.get("spec", "shard_on_block")
-    options = {key: x for key, x in options.items() if key != "spec"}
-    return neuronjax.moe_cte(**arrays, block_size=BLOCK, spec=spec, **options)
-
-
-def over(mesh, shard, arrays, options):
-    given = dict(lnc=mesh.axis_names[-1], shard_on=shard)
-    return sharded_moe_cte(mesh, **arrays, block_size=BLOCK, **given, **options)
-
-
-def waves(x):
-    return jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
 
 
 def both(run, arrays):
@@ -132,16 +119,10 @@ def test_bfloat16_is_as_exact_as_on_one_core(shard, scaling):
         assert error(x, exact[key]) <= 2 * error(one[key], exact[key]) + 2**-9, key
 
 
-def stores(shard, **more):
-    """A spec that returns what is stored."""
-    on_i = ShardOnIConfig(checkpoint_activation=True, **more)
-    return dict(spec=MoECTESpec("shard_on_i", shard_on_I=on_i))
-
-
 @pytest.mark.parametrize("shard", SHARDS)
 def test_stored_activations_are_those_of_one_core(shard):
     """Their cotangents count too."""
-    options = SWISH | stores(shard)
+    options = SWISH | stores()
     arrays = operands()
     got = both(lambda a: over(lnc_mesh(), shard, a, options), arrays)
     wanted = both(lambda a: alone(a, options), arrays)
@@ -150,7 +131,7 @@ def test_stored_activations_are_those_of_one_core(shard):
 
 @pytest.mark.parametrize("shard", SHARDS)
 def test_affinities_may_multiply_on_the_intermediate_axis(shard):
-    options = stores(shard, expert_affinity_multiply_on_I=True)
+    options = stores(expert_affinity_multiply_on_I=True)
     arrays = operands()
     del arrays["down_proj_bias"]
     got = both(lambda a: over(lnc_mesh(), shard, a, options), arrays)
@@ -180,14 +161,38 @@ def test_the_last_slot_of_a_token_wins_over_all_cores():
 
 
 @pytest.mark.parametrize("static", [None, 4])
-def test_conditions_close_blocks_on_every_core(static):
+@pytest.mark.parametrize("shard", SHARDS)
+def test_conditions_close_blocks_on_every_core(shard, static):
     """The first closed block is the first core's; an open one behind it stays shut."""
     flags = jnp.asarray([1, 1, 0, 1, 1, 1, 1, 1, 0], jnp.int32)
     arrays = operands() | dict(conditions=flags)
     on_i = ShardOnIConfig(num_static_block=static)
     options = dict(spec=MoECTESpec("shard_on_i_hybrid", shard_on_I=on_i))
-    wanted = both(lambda a: alone(a, options), arrays)
-    agree(both(lambda a: over(lnc_mesh(), "block", a, options), arrays), wanted)
+    got = both(lambda a: over(lnc_mesh(), shard, a, options), arrays)
+    agree(got, equations(arrays, dict(num_static_block=static)))
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_dropping_has_one_block_an_expert_on_every_core(shard):
+    """Tokens beyond an expert's slots are lost; what is stored is returned."""
+    arrays = operands()
+    index = np.stack([np.arange(9) % EXPERTS, (np.arange(9) // 2 + 1) % EXPERTS], 1)
+    blocks = neuronjax.route_to_blocks(index.astype(np.int32), EXPERTS, capacity=BLOCK)
+    names = "token_position_to_id", "block_to_expert"
+    arrays |= dict(zip(names, blocks, strict=False))
+    affinities = np.zeros((10, EXPERTS), np.float32)
+    np.put_along_axis(affinities[:9], index, 0.25 + 0.5 * index, 1)
+    arrays["expert_affinities_masked"] = jnp.asarray(affinities.reshape(-1, 1))
+    named = set(map(tuple, np.argwhere(affinities > 0)))
+    ids = np.asarray(blocks.token_position_to_id).reshape(EXPERTS, BLOCK)
+    assert len(named) > (ids < 9).sum() > 0, "some tokens are dropped"
+    options = SWISH | dict(spec="shard_on_i_dropping")
+    got = both(lambda a: over(lnc_mesh(), shard, a, options), arrays)
+    moe = Moe(arrays | SWISH | dict(block_size=BLOCK, skip_token=False))
+    outs = moe.outputs()
+    seeds = [waves(x) for x in outs]
+    grads = moe.gradients(seeds[0], None, None, *seeds[1:])
+    agree(got, dict(enumerate(outs)) | grads)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -233,132 +238,6 @@ def test_block_scaled_weights_are_divided(shard, width, implementation):
     agree(got, wanted, 2e-3)
 
 
-LIES = {
-    "block": {},
-    "intermediate": dict(
-        gate_up_proj_weight=P(None, None, None, "lnc"),
-        down_proj_weight=P(None, "lnc"),
-        gate_and_up_proj_bias=P(None, None, "lnc"),
-    ),
-    "hidden": dict(
-        hidden_states=P(None, "lnc"),
-        gate_up_proj_weight=P(None, "lnc"),
-        down_proj_weight=P(None, None, "lnc"),
-        down_proj_bias=P(None, "lnc"),
-    ),
-}
-
-
-def placed(mesh, arrays, lies):
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, lies.get(name, P())))
-        for name, x in arrays.items()
-    }
-
-
-@pytest.mark.parametrize("scaling", ["POST_SCALE", "PRE_SCALE", "NO_SCALE"])
-def test_what_crosses_the_wire_forward(scaling):
-    """Block: one final sum; I and H: one in the loop over blocks, and nothing else."""
-    mesh = lnc_mesh()
-    options = SWISH | dict(expert_affinities_scaling_mode=scaling)
-    one = {"all-reduce": 1}
-    for shard, wanted in dict(block=({}, one), intermediate=(one, {})).items():
-        arrays = placed(mesh, operands(), LIES[shard])
-        run = functools.partial(over, mesh, shard, options=options)
-        assert collectives(run, arrays) == wanted, shard
-    arrays = placed(mesh, operands(), LIES["hidden"])
-    run = functools.partial(over, mesh, "hidden", options=options)
-    assert collectives(run, arrays) == (one, {})
-
-
-@pytest.mark.parametrize(("strategy", "gathers"), [("HI_LO", 0), ("PING_PONG", 2)])
-def test_what_parts_of_blocks_store_stays_where_it_is(strategy, gathers):
-    """Blocks dealt in turn are gathered where they are returned in order."""
-    mesh, arrays = lnc_mesh(), operands()
-    config = ShardOnBlockConfig(block_sharding_strategy=strategy)
-    options = dict(spec=MoECTESpec("shard_on_block", config))
-    blocks = len(arrays["block_to_expert"])
-    arrays["gate_up_activations_T"] = jnp.zeros((blocks, 2, D_FF, BLOCK))
-    arrays["down_activations"] = jnp.zeros((blocks, BLOCK, D_MODEL))
-    run = functools.partial(over, mesh, "block", options=options)
-    found = collectives(run, placed(mesh, arrays, {}))
-    assert found.in_loops == {}
-    assert found.once.pop("all-gather", 0) == gathers
-    assert found.once == {"all-reduce": 1}
-
-
-@pytest.mark.parametrize("scaling", ["POST_SCALE", "PRE_SCALE"])
-def test_what_crosses_the_wire_in_the_vjp(scaling):
-    """Beside the forward's: H one a block, I one of the tokens' gradient at the end.
-
-    PRE_SCALE sums the affinities' gradient over what the cores divide, at the end.
-    """
-    mesh = lnc_mesh()
-    options = SWISH | dict(expert_affinities_scaling_mode=scaling)
-    found = {}
-    for shard in SHARDS:
-        arrays = placed(mesh, operands(), LIES[shard])
-        floats = {key: x for key, x in arrays.items() if key in FLOATS}
-        ids = {key: x for key, x in arrays.items() if key not in FLOATS}
-
-        def pulled(floats, cotangent, shard=shard, ids=ids):
-            run = functools.partial(over, mesh, shard, options=options)
-            out, pull = jax.vjp(lambda floats: run(floats | ids), floats)
-            return out, pull(cotangent)
-
-        split = LIES[shard].get("hidden_states", P())
-        seed = jax.device_put(
-            waves(arrays["hidden_states"]), NamedSharding(mesh, split)
-        )
-        found[shard] = collectives(pulled, floats, seed)
-    at_end = scaling == "PRE_SCALE"
-    assert found["hidden"].in_loops == {"all-reduce": 2}
-    assert found["hidden"].once == ({"all-reduce": 1} if at_end else {})
-    assert found["intermediate"].in_loops == {"all-reduce": 1}
-    # XLA may join the sums of tokens and affinities.
-    assert 1 <= found["intermediate"].once.pop("all-reduce") <= 1 + at_end
-    assert found["intermediate"].once == {}
-    assert found["block"].in_loops == {}
-    assert found["block"].once.keys() == {"all-reduce"}
-
-
-BACKWARD = {
-    "replicated": {},
-    "hidden": dict(
-        hidden_states=P(None, "lnc"),
-        gate_up_proj_weight=P(None, "lnc"),
-        down_proj_weight=P(None, None, "lnc"),
-        down_proj_act_checkpoint=P(None, None, "lnc"),
-        output_hidden_states_grad=P(None, "lnc"),
-    ),
-    "intermediate": dict(
-        gate_up_proj_weight=P(None, None, None, "lnc"),
-        down_proj_weight=P(None, "lnc"),
-        gate_up_proj_act_checkpoint_T=P(None, None, "lnc"),
-    ),
-}
-OPTIONS = dict(
-    activation_type="Swish",
-    clamp_limits=ClampLimits(0.5, -0.5, 0.6, None),
-    bias=True,
-    block_size=BLOCK,
-)
-
-
-def backward_operands(dtype="float32"):
-    """What a forward with biases and clamps stored, and a cotangent."""
-    arrays = operands(dtype)
-    options = SWISH | stores("hidden")
-    out, gate_up, down = alone(arrays, options)
-    for name in ("gate_and_up_proj_bias", "down_proj_bias"):
-        del arrays[name]
-    return arrays | dict(
-        gate_up_proj_act_checkpoint_T=gate_up,
-        down_proj_act_checkpoint=down,
-        output_hidden_states_grad=waves(out).astype(dtype),
-    )
-
-
 @pytest.mark.parametrize("tile", [None, 2])
 @pytest.mark.parametrize("lie", BACKWARD)
 def test_gradients_from_stored_activations(lie, tile):
@@ -387,39 +266,6 @@ def test_gradients_from_stored_activations_in_bfloat16(lie):
     for x, y, z in zip(got, one, exact, strict=True):
         assert x.dtype == jnp.bfloat16
         assert error(x, z) <= 2 * error(y, z) + 2**-9
-
-
-@pytest.mark.parametrize(
-    ("lie", "in_loops", "once"),
-    [("replicated", 0, 0), ("hidden", 1, 0), ("intermediate", 0, 1)],
-)
-def test_what_crosses_the_wire_backward(lie, in_loops, once):
-    mesh = lnc_mesh()
-    arrays = placed(mesh, backward_operands(), BACKWARD[lie])
-
-    def run(arrays):
-        return sharded_blockwise_mm_bwd(mesh, **arrays, **OPTIONS, operands=lie)
-
-    wanted = ({"all-reduce": n} if n else {} for n in (in_loops, once))
-    assert collectives(run, arrays) == tuple(wanted)
-
-
-def test_gradients_lie_as_the_docstring_says():
-    """Each core has its columns; from operands split along I, its part of I."""
-    mesh = lnc_mesh()
-    own = {
-        "replicated": [(10, 4), (30, 1), (3, 4, 2, 6), (3, 6, 4), (3, 2, 6), (3, 8)],
-        "hidden": [(10, 4), (30, 1), (3, 4, 2, 6), (3, 6, 4), (3, 2, 6), (3, 4)],
-        "intermediate": [(10, 8), (30, 1), (3, 8, 2, 3), (3, 3, 8), (3, 2, 3), (3, 8)],
-    }
-    for lie, wanted in own.items():
-        arrays = placed(mesh, backward_operands(), BACKWARD[lie])
-        got = jax.jit(
-            lambda a, lie=lie: sharded_blockwise_mm_bwd(
-                mesh, **a, **OPTIONS, operands=lie
-            )
-        )(arrays)
-        assert [x.addressable_shards[0].data.shape for x in got] == wanted, lie
 
 
 @pytest.mark.parametrize("shard", SHARDS)
