@@ -1,9 +1,13 @@
 """Experts over a mesh equal the dense formula and one device, at the stated cost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
@@ -84,6 +88,67 @@ def test_it_equals_the_dense_formula_with_all_gradients(devices, biases):
     mesh = make_mesh(expert=devices)
     got = value_and_grads(lambda a: over(mesh, a)[0], arrays)
     agree(got, dense64(arrays))
+
+
+FEW, EACH = 8, 2
+
+
+@functools.cache
+def any_routing(devices):
+    """Output and gradients for `FEW` tokens that say where they go."""
+    mesh = make_mesh(expert=devices)
+    return jax.jit(
+        lambda arrays, mask: value_and_grads(
+            lambda a: over(mesh, a, k=EACH, token_mask=mask)[0], arrays
+        )
+    )
+
+
+@st.composite
+def routings(draw):
+    """`[T, k]` distinct experts of each token, and which tokens count."""
+    row = st.lists(
+        st.integers(0, EXPERTS - 1), min_size=EACH, max_size=EACH, unique=True
+    )
+    index = draw(st.lists(row, min_size=FEW, max_size=FEW))
+    mask = st.lists(st.booleans() | st.just(True), min_size=FEW, max_size=FEW)
+    return np.array(index), np.array(draw(mask))
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(routing=routings())
+def test_any_routing_over_any_number_of_devices(devices, routing):
+    """A token's first columns are its logits: the router's weights copy them."""
+    index, mask = routing
+    arrays = operands(tokens=FEW, width=EXPERTS + 1, d_ff=2)
+    x = np.array(arrays["x"])
+    x[:, :EXPERTS] = np.clip(x[:, :EXPERTS], -0.5, 0.5)
+    np.put_along_axis(x[:, :EXPERTS], index, np.array([[2.0, 1.25]]), 1)
+    arrays["x"] = jnp.asarray(np.where(mask[:, None], x, 0), jnp.float32)
+    arrays["router"] = jnp.eye(EXPERTS + 1, EXPERTS)
+    arrays["router_b"] = jnp.zeros(EXPERTS)
+    got = any_routing(devices)(arrays, jnp.asarray(mask))
+    agree(got, exact_few(arrays, mask))
+    idle = ~np.isin(np.arange(EXPERTS), index[mask])
+    for name in ("gate_up", "down", "gate_up_b", "down_b"):
+        assert not np.asarray(got[1][name])[idle].any(), name
+
+
+@functools.cache
+def _few64():
+    return jax.jit(
+        lambda arrays, mask: value_and_grads(
+            lambda a: plain(a, k=EACH, mask=mask), arrays
+        )
+    )
+
+
+def exact_few(arrays, mask):
+    """`dense64`, compiled once."""
+    with jax.enable_x64(True):
+        wide = {n: jnp.asarray(np.asarray(a, np.float64)) for n, a in arrays.items()}
+        return jax.tree.map(np.asarray, _few64()(wide, mask))
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

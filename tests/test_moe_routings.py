@@ -3,14 +3,18 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neuronjax
+from neuronjax.kernels.blockwise_mm.slots import Slots, visits_of
+from neuronjax.sharding import make_mesh, sharded_moe_cte
 from tests.moe_case import CLAMPS, Case, compare, exact, program
-from tests.moe_equations import FLOATS, Moe, most_blocks, slots_of
+from tests.moe_equations import FLOATS, Moe, slots_of
 
 STORED = (("checkpoint_activation", True),)
 ALL = tuple(CLAMPS.values())
@@ -26,9 +30,9 @@ few = functools.partial(settings, max_examples=25, deadline=None, derandomize=Tr
 
 
 @st.composite
-def routings(draw, distinct=False):
+def routings(draw, distinct=False, cases=CASES):
     """A case and `[T, k]` experts; `E` and beyond name none."""
-    case = draw(st.sampled_from(CASES))
+    case = draw(st.sampled_from(cases))
     expert = st.integers(0, case.experts + 1)
     row = st.lists(expert, min_size=case.k, max_size=case.k, unique=distinct)
     rows = st.lists(row, min_size=case.tokens, max_size=case.tokens)
@@ -131,7 +135,66 @@ def test_conditions_count_to_their_first_0(experts, active):
     compare(grads, wanted, 2e-5)
 
 
-def test_blocks_suffice_for_every_case():
-    for case in CASES:
-        pairs = case.tokens * case.k
-        assert case.count == most_blocks(pairs, case.experts, case.block)
+OVER = Case(tokens=6, experts=3, k=2, block=2, width=4, inner=4, bias=True, clamps=ALL)
+
+
+@functools.cache
+def over_two_cores(shard):
+    """Output and gradients of `OVER`, compiled once for all routings."""
+    mesh = make_mesh(lnc=2)
+    settings = dict(OVER.settings, spec="shard_on_i", shard_on=shard)
+    del settings["skip_token"]
+
+    @jax.jit
+    def run(floats, rest, d_out):
+        call = lambda floats: sharded_moe_cte(mesh, **floats, **rest, **settings)  # noqa: E731
+        out, pull = jax.vjp(call, floats)
+        return out, pull(d_out)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("shard", ["block", "intermediate", "hidden"])
+@few()
+@given(index=routings(cases=(OVER,)))
+def test_any_routing_over_two_cores(shard, index):
+    index = index[1]
+    floats, rest = OVER.floats(index), OVER.routed(index)
+    d_out = OVER.cotangents()[0]
+    moe = Moe(floats | rest | OVER.settings)
+    got = over_two_cores(shard)(floats, rest, d_out)
+    compare(got, (moe.outputs()[0], moe.gradients(d_out)), 2e-5)
+    idle = ~np.isin(np.arange(OVER.experts), index)
+    for name in FLOATS[2:]:  # bit by bit
+        assert not np.asarray(got[1][name])[idle].any()
+
+
+@pytest.mark.parametrize(
+    "kind", ["balanced", "skewed", "one expert", "nobody", "every block"]
+)
+def test_work_follows_tokens(kind):
+    """What the loops visit: the experts that have tokens, and their busy blocks."""
+    tokens, k, experts, size = 24, 2, 8, 4
+    t = np.arange(tokens)
+    index = {
+        "balanced": np.stack([t % 8, (t + 1) % 8], 1),
+        "skewed": np.stack([np.where(t < 18, 5, t % 8), np.where(t < 20, 2, 7)], 1),
+        "one expert": np.stack([np.full(tokens, 3), np.full(tokens, experts)], 1),
+        "nobody": np.full((tokens, k), experts),
+        "every block": np.stack([np.minimum(t, 7), np.full(tokens, experts)], 1),
+    }[kind].astype(np.int32)
+    ids, owner, _ = neuronjax.route_to_blocks(index, experts, size)
+    ids = np.asarray(ids).reshape(-1, size)
+    slots = Slots(jnp.asarray(ids), jnp.ones(ids.shape), jnp.asarray(owner))
+    visits = jax.jit(visits_of, static_argnums=(1, 2))(slots, tokens, experts)
+    load = np.array([len(set(t[(index == e).any(1)])) for e in range(experts)])
+    each = -(-load // size)
+    np.testing.assert_array_equal(visits.blocks, each)
+    assert visits.blocks.sum() == (ids < tokens).any(1).sum() == each.sum() <= len(ids)
+    assert visits.experts == (load > 0).sum()
+    named = np.nonzero(load)[0]
+    np.testing.assert_array_equal(visits.expert[: len(named)], named)
+    for e in named:  # its blocks stand together
+        mine = visits.block[visits.first[e] : visits.first[e] + each[e]]
+        np.testing.assert_array_equal(np.asarray(owner)[mine], e)
+        assert (ids[np.asarray(mine)] < tokens).any(1).all()
