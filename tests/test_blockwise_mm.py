@@ -105,13 +105,21 @@ def test_16_bit_operands_have_tangents(dtype):
     assert abs(forward - backward) <= 2e-2 * abs(forward)
 
 
-def test_slots_without_a_token_store_zeros():
+def test_what_empty_slots_store_is_a_constant():
+    """They store what a row of zeros gives; a block without a token stores zeros."""
     ops = operands("float32", False, True)
-    _, gate_up, down = blockwise_mm(*ops, name=FORWARD, block_size=SIZE)
     is_empty = np.asarray(TOKEN_ID).reshape(-1, SIZE) == TOKENS
-    assert not np.any(gate_up.transpose(0, 3, 1, 2)[is_empty])
-    assert not np.any(down[is_empty])
-    assert np.all(down[~is_empty])
+
+    def at_empty_slots(bias):
+        given = ops._replace(gate_up_b=bias)
+        _, gate_up, _ = blockwise_mm(*given, name=FORWARD, block_size=SIZE)
+        return gate_up.transpose(0, 3, 1, 2)[is_empty]
+
+    found, moved = jax.jvp(at_empty_slots, [ops.gate_up_b], [ops.gate_up_b])
+    np.testing.assert_allclose(found[0], ops.gate_up_b[0])
+    assert not np.any(moved)
+    (d_bias,) = jax.vjp(at_empty_slots, ops.gate_up_b)[1](jnp.ones_like(found))
+    assert not np.any(d_bias)
 
 
 def test_a_gate_beyond_float16_has_finite_gradients():

@@ -78,12 +78,16 @@ def to_store(
     dtype: DTypeLike,
     opts: Options,
 ) -> list[Array]:
-    """What the block stores, in `dtype`: zeros where a slot is empty."""
+    """What the block stores, in `dtype`.
+
+    What an empty slot stores, that of a row of zeros, is a constant.
+    """
     named: dict[str, Array] = dict(zip(("gate_up", "down"), found, strict=True))
-    return [
-        saturated(jnp.where(lax.expand_dims(is_token, range(1, x.ndim)), x, 0), dtype)
-        for x in (named[key] for key in opts.stored)
-    ]
+    kept = []
+    for x in (named[key] for key in opts.stored):
+        shown = lax.expand_dims(is_token, range(1, x.ndim))
+        kept.append(saturated(jnp.where(shown, x, lax.stop_gradient(x)), dtype))
+    return kept
 
 
 def expert_blocks_fwd(
@@ -160,7 +164,8 @@ def expert_blocks_static(
         x = hidden.at[token].get(mode="fill", fill_value=0)
         found = block_fwd(x, affinity, experts.fetch(index), experts, opts)
         out = out.at[token].add(weighed(found[1], affinity, opts), mode="drop")
-        return out, to_store(found, token < rows, hidden.dtype, opts)
+        kept = to_store(found, token < rows, hidden.dtype, opts)
+        return out, [jnp.where((token < rows).any(), x, 0) for x in kept]
 
     index = jnp.clip(slots.expert, 0, experts.count - 1)
     turns = (slots.token, slots.affinity, index)
@@ -207,7 +212,7 @@ def blockwise_mm_fwd(
     """Returns `out [R, H]`, and what is stored, `gate_up` and `down`.
 
     They are `[N, 2, I, B]`, after the clamp, and `[N, B, H]`, before the affinity, in
-    the dtype of `hidden`; a slot without a token has zeros. Sums are float32 at least.
+    the dtype of `hidden`; a block without a token has zeros. Sums are float32 at least.
     """
     ops, opts = Operands(*operands), Options.of(config)
     out, *stored = run_blocks(ops, opts, is_static=is_static)

@@ -194,9 +194,13 @@ def blockwise_mm_plain(*operands: Any, name: str, **config: Any) -> tuple:
     kept = dict(gate_up=gate_up.transpose(0, 2, 3, 1), down=y)
     dtype, is_token = ops.hidden.dtype, blocks.token < ops.hidden.shape[0]
     shown = dict(gate_up=is_token[:, None, None], down=is_token[:, :, None])
-    return out.astype(dtype), *(
-        jnp.where(shown[key], saturated(kept[key], dtype), 0) for key in opts.stored
-    )
+
+    def stored(key: str) -> jax.Array:
+        constant = lax.stop_gradient(kept[key])
+        x = saturated(jnp.where(shown[key], kept[key], constant), dtype)
+        return jnp.where(is_token.any(1).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+    return out.astype(dtype), *map(stored, opts.stored)
 
 
 def _slopes(dm: jax.Array, gate_up: jax.Array, opts: Options) -> jax.Array:
