@@ -8,8 +8,10 @@ import pytest
 
 import neuronjax
 from neuronjax import MemrefTile, emit
-from neuronjax.kernels.expert_mlps.operands import TILE_AXES
+from neuronjax.kernels.expert_mlps.leaf import expert_mlps_fwd
+from neuronjax.kernels.expert_mlps.operands import TILE_AXES, Operands
 from neuronjax.primitives.expert_mlps.facts import ARGUMENTS
+from neuronjax.tools.trace import inner_jaxprs
 from tests.moe_decode_case import (
     FLOATS,
     FORMS,
@@ -139,10 +141,19 @@ def _tiles(given) -> Case:
     }
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("form", ["selective", "all, masked"])
+# As the chip takes them: tiles refuse what it refuses.
+TILED = {form: dict(FORMS[form], tokens=6) for form in ("selective", "all, masked")}
+TILED["all, dynamic"] = FORMS["all, dynamic"] | dict(tokens=16, local=1, block_size=8)
+
+
+@pytest.mark.parametrize(
+    ("form", "quantized"),
+    [("selective", False), ("all, masked", True), ("all, dynamic", False)],
+)
 def test_tiles_equal_tensors(form, quantized):
-    given = call(tokens=6, width=256, d_ff=6, **FORMS[form])
+    given = call(width=256, d_ff=6, **TILED[form])
+    table = given["expert_affinities"]  # every other token leaves its blocks, or none
+    given["expert_affinities"] = table.at[::2].set(0)
     given = fp8(given) if quantized else given
     live = {key: given[key] for key in FLOATS if given[key].dtype != jnp.float8_e4m3}
 
@@ -156,3 +167,36 @@ def test_tiles_equal_tensors(form, quantized):
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-4, atol=1e-5)
     names = neuronjax.trace(on_tiles, live).names
     assert names == ("ExpertMLPs",)
+
+
+def every_equation(jaxpr):
+    """The equations of a jaxpr, and of those that they hold."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from every_equation(inner)
+
+
+@pytest.mark.parametrize("form", TILED)
+def test_a_tiled_leaf_keeps_its_operands_tiled(form):
+    """No hidden state, weight, bias or scale is laid out again."""
+    tiles = _tiles(fp8(call(width=256, d_ff=7, **TILED[form])))
+    (row,) = neuronjax.trace(lambda: emit.expert_mlps_kernel(**tiles)).rows
+    data = [getattr(tiles.get(key), "data", None) for key in Operands._fields]
+
+    def leaf(*data):
+        return expert_mlps_fwd(*data, name="ExpertMLPs", **dict(row.config))
+
+    laid = {
+        x.shape
+        for key, x in zip(Operands._fields, data, strict=True)
+        if x is not None and key not in ("affinities", "index", "rank")
+    }
+    closed = jax.make_jaxpr(leaf)(*data)
+    read = [
+        (eqn, var.aval.shape) for eqn in every_equation(closed) for var in eqn.invars
+    ]
+    assert {shape for _, shape in read} >= laid
+    for eqn, shape in read:
+        assert shape not in laid or eqn.primitive.name not in ("reshape", "transpose")
+    assert closed.out_avals[0].shape == tiles["hidden"].data.shape

@@ -28,7 +28,8 @@ from neuronjax.kernels.expert_mlps.pairs import (
     sorted_pairs,
 )
 from neuronjax.kernels.expert_mlps.quantized_hidden import Rounded, rows_of
-from neuronjax.kernels.expert_mlps.tiles import retiled, untiled
+from neuronjax.kernels.expert_mlps.tiled import Slots, tiled_blocks
+from neuronjax.kernels.expert_mlps.tiles import on_tokens
 from neuronjax.kernels.shard_common import uniform
 
 _SHARED = ("activation", "scaling", "quantization", "weight_format")
@@ -43,20 +44,40 @@ def expert_mlps_fwd(*operands: Any, name: str, **config: Any) -> tuple[jax.Array
 
 
 def expert_mlps_static(*operands: Any, name: str, **config: Any) -> tuple[jax.Array]:
-    """`expert_mlps_fwd` with static loop bounds."""
-    return _run(Operands(*operands), Options.of(config), is_static=True)
+    """`expert_mlps_fwd` with static loop bounds.
+
+    No token is left out: one of affinity 0 has a derivative.
+    """
+    opts = Options.of(config)._replace(block_size=None)
+    return _run(Operands(*operands), opts, is_static=True)
 
 
 def _run(ops: Operands, opts: Options, *, is_static: bool) -> tuple[jax.Array]:
-    ops = untiled(ops) if opts.is_tiled else ops
+    if opts.is_tiled:
+        out = _run_tiled(ops, opts, is_static)
+        return (out.astype(opts.out_dtype or ops.hidden.dtype),)
     of_blocks, config = block_operands(ops, opts)
     bag = blocks.Options.of(config)
     if ops.hidden_scale is None:
         (out,) = forward.run_blocks(of_blocks, bag, is_static=is_static)
     else:
         out = _run_rounded(of_blocks, bag, is_static)
-    out = out.astype(opts.out_dtype or ops.hidden.dtype)
-    return (retiled(out) if opts.is_tiled else out,)
+    return (out.astype(opts.out_dtype or ops.hidden.dtype),)
+
+
+def _run_tiled(ops: Operands, opts: Options, is_static: bool) -> jax.Array:
+    rows, num_experts = on_tokens(ops), ops.gate_up_w.shape[2]
+    tokens = ops.hidden.shape[2]
+    table = local_affinities(rows, opts, num_experts) if opts.is_scaled else None
+    (token_id, expert), size = _blocks(rows, opts, table, tokens, num_experts)
+    token = token_id.reshape(-1, size)
+    token = jnp.where(token < 0, tokens, token)
+    affinity = None
+    if table is not None:
+        affinity = table.at[token, expert[:, None]].get(mode="fill", fill_value=0)
+    bag = blocks.Options.of(_config(opts, size))
+    slots = Slots(token, affinity, expert)
+    return tiled_blocks(ops, slots, bag, is_static=is_static)
 
 
 def _run_rounded(
@@ -75,12 +96,12 @@ def block_operands(
     if ops.hidden_scale is not None:
         ops = ops._replace(hidden=rows_of(ops))
     tokens, num_experts = ops.hidden.shape[0], ops.gate_up_w.shape[0]
-    table = _affinities(ops, opts)
-    (token_id, block_expert), block_size = _blocks(ops, opts, table)
-    shared = {key: getattr(opts, key) for key in (*_SHARED, *_LIMITS)}
-    config = dict(shared, block_size=block_size, skip_token=True)
-    # Nothing is stored for the backward: the time of a decode step is its own.
-    config |= dict(checkpoint="recompute", returned=False)
+    scaled = local_affinities(ops, opts, num_experts) if opts.is_scaled else None
+    (token_id, block_expert), size = _blocks(ops, opts, scaled, tokens, num_experts)
+    table = scaled
+    if table is None:  # it is not read
+        table = jnp.zeros((tokens, num_experts), jnp.float32)
+        table = uniform(table, ops.hidden)[0]
     found = blocks.Operands(
         hidden=ops.hidden,
         affinity=table.reshape(tokens * num_experts, 1),
@@ -93,24 +114,26 @@ def block_operands(
         gate_up_scale=_scale_row(ops.gate_up_scale, opts),
         down_scale=_scale_row(ops.down_scale, opts),
     )
-    return found, config
+    return found, _config(opts, size)
 
 
-def _affinities(ops: Operands, opts: Options) -> jax.Array:
-    """Those of the local experts, `[T, E]`; without scaling they are not read."""
-    if opts.is_scaled:
-        return local_affinities(ops, opts)
-    shape = ops.hidden.shape[0], ops.gate_up_w.shape[0]
-    return uniform(jnp.zeros(shape, jnp.float32), ops.hidden)[0]
+def _config(opts: Options, block_size: Any) -> dict[str, Any]:
+    """The config bag of `BlockwiseMM`."""
+    config = {key: getattr(opts, key) for key in (*_SHARED, *_LIMITS)}
+    # Nothing is stored for the backward: the time of a decode step is its own.
+    return config | dict(
+        block_size=block_size, skip_token=True, checkpoint="recompute", returned=False
+    )
 
 
-def _blocks(ops: Operands, opts: Options, table: jax.Array) -> tuple[Blocks, Any]:
-    """The blocks, and how many slots each has."""
-    tokens, num_experts = table.shape
+def _blocks(
+    ops: Operands, opts: Options, table: Any, tokens: Any, num_experts: int
+) -> tuple[Blocks, Any]:
+    """The blocks, and how many slots each has; `table` is None without scaling."""
     if not opts.all_experts:
         size = block_size_of(tokens, ops.index.shape[1], num_experts)
-        return sorted_pairs(local_index(ops), num_experts, size), size
-    if opts.block_size is None or not opts.is_scaled:
+        return sorted_pairs(local_index(ops, num_experts), num_experts, size), size
+    if opts.block_size is None or table is None:
         return all_pairs(num_experts, tokens), tokens
     return active_pairs(table != 0, opts.block_size), opts.block_size
 

@@ -21,28 +21,29 @@ SOME, LARGEST = 8, 128
 Blocks = tuple[Int[Array, " slots"], Int[Array, " blocks"]]
 
 
-def first_expert(ops: Operands) -> Int[Array, ""]:
-    """The number of the first local expert."""
+def first_expert(ops: Operands, num_experts: int) -> Int[Array, ""]:
+    """The number of the first of `num_experts` local experts."""
     if ops.rank is None:
         return jnp.int32(0)
-    return ops.rank.reshape(()) * jnp.int32(ops.gate_up_w.shape[0])
+    return ops.rank.reshape(()) * jnp.int32(num_experts)
 
 
-def local_affinities(ops: Operands, opts: Options) -> Float[Array, "tokens experts"]:
+def local_affinities(
+    ops: Operands, opts: Options, num_experts: int
+) -> Float[Array, "tokens experts"]:
     """The affinities of the local experts; an expert that is not there has zeros."""
-    num_experts, table = ops.gate_up_w.shape[0], ops.affinities
+    table = ops.affinities
     if opts.mask:
         named = chosen_experts(ops.index, table.shape[1])
         table = jnp.where(named, table, jnp.zeros((), table.dtype))
     if ops.rank is None:
         return table
-    return columns_from(table, first_expert(ops), num_experts)
+    return columns_from(table, first_expert(ops, num_experts), num_experts)
 
 
-def local_index(ops: Operands) -> Int[Array, "tokens k"]:
+def local_index(ops: Operands, num_experts: int) -> Int[Array, "tokens k"]:
     """The local expert of each pair; the number of experts where there is none."""
-    num_experts = ops.gate_up_w.shape[0]
-    local = ops.index - first_expert(ops)
+    local = ops.index - first_expert(ops, num_experts)
     is_here = (ops.index >= 0) & (local >= 0) & (local < num_experts)
     return jnp.where(is_here, local, jnp.int32(num_experts))
 

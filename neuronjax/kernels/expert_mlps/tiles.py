@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from neuronjax.kernels.expert_mlps.operands import OUT_AXIS, TILE_AXES, Operands
 
@@ -12,6 +13,13 @@ def untiled(ops: Operands) -> Operands:
     """The tensors that the tiles hold."""
     held = {key: x for key, x in ops._asdict().items() if x is not None}
     return ops._replace(**{key: untile(x, TILE_AXES[key]) for key, x in held.items()})
+
+
+def on_tokens(ops: Operands) -> Operands:
+    """The operands with what lies on tokens as rows; the others are left out."""
+    given = ops.affinities, ops.index, ops.rank
+    rows = [None if x is None else lax.collapse(x, 0, 2) for x in given]
+    return Operands(ops.hidden, ops.gate_up_w, ops.down_w, *rows)
 
 
 def untile(data: jax.Array, axis: int) -> jax.Array:

@@ -1,7 +1,10 @@
 """The macro `ExpertMLPs`; its output carries the checkpoint name `expert_mlps_out`.
 
 Its backward is that of the blockwise experts, `BlockwiseMMBwd`, on the same blocks: it
-computes what the forward did not store.
+computes what the forward did not store. That macro takes tensors: the forward's leaf
+contracts tiles as they lie, and the backward of tiles lays them out as tensors first. A
+hidden state that comes quantized has no gradient; that of the rest is then the vjp of the
+leaf with static loop bounds, whose experts do not round that state again.
 """
 
 import functools
@@ -77,8 +80,10 @@ def _own_vjp(ops: Operands, d_out: jax.Array, config: dict[str, Any]) -> tuple:
 def _d_affinities(d_local: jax.Array, ops: Operands, opts: Options) -> jax.Array:
     """The cotangent of all experts' affinities from that of the local ones."""
 
+    num_experts = ops.gate_up_w.shape[0]
+
     def local(table: jax.Array) -> jax.Array:
-        return local_affinities(ops._replace(affinities=table), opts)
+        return local_affinities(ops._replace(affinities=table), opts, num_experts)
 
     table, pull = jax.vjp(local, ops.affinities)
     return pull(d_local.reshape(table.shape))[0]
