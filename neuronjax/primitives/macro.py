@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -21,6 +20,7 @@ from neuronjax.context import settings
 from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.kernels.shard_common import uniform
 from neuronjax.primitives import registry
+from neuronjax.primitives.composite import composite
 from neuronjax.primitives.contracts import FOREIGN_NAME
 
 # The transformations that a family without derivatives refuses.
@@ -86,16 +86,19 @@ class MacroFamily:
         tangent_leaf: the leaf that tangents are pushed through, where `leaf` reads
             bits, which have no derivative.
         differentiated: the config bag of the macro that differentiation emits instead
-            of the one that was asked for; its first outputs are the same.
+            of the one that was asked for. Its first outputs are the same; those beyond
+            are for the backward alone.
         axis: the key of the config bag that names a mesh axis, if its cores cooperate
-            in the leaf: there operands keep their varying types, and gradients too.
+            in the leaf. There operands keep their types: the gradient of one that all
+            cores hold alike must come out alike, summed by the leaf.
         guard: the NAMEs that the refusal of a foreign one lists.
         example: `example(name, dtype, batch)` gives an `Example`.
         variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
             forms.
         keyed: its NAMEs belong to another family, and this one has an emitter of its
             own that is told a NAME.
-        refuses: transformation -> why this family refuses it.
+        refuses: transformation -> why this family refuses it. With "explicit sharding"
+            operands that an explicit mesh divides are refused.
         no_derivative: why its outputs have no derivative; differentiating refuses so.
 
     Quantized operands (integers and fp8) are constants: they have no derivative.
@@ -176,6 +179,11 @@ class MacroFamily:
             expected = " or ".join(self.guard)
             raise ValueError(FOREIGN_NAME.format(expected=expected, name=name))
 
+    def _require_undivided(self, name: str, leaves: Sequence[Any]) -> None:
+        reason = self.refuses.get("explicit sharding")
+        if reason and any(any(jax.typeof(x).sharding.spec) for x in leaves):
+            raise NotImplementedError(f"{name}: {reason}")
+
     def static_jaxpr(self, avals: Sequence[Any], **params: Any) -> Any:
         """What an equation of this family computes, with static loop bounds."""
         return self._fun(**params, static=True).trace(*avals).jaxpr
@@ -186,6 +194,7 @@ class MacroFamily:
         leaf = self.static if static else self.leaf
 
         def fun(*leaves):
+            self._require_undivided(name, leaves)
             operands = jax.tree.unflatten(tree, leaves)
             return list(leaf(*operands, name=name, **dict(config)))
 
@@ -215,7 +224,7 @@ class MacroFamily:
     def _lower(self, fun, ctx, *operands, **params):
         call = fun(**params)
         if settings().route == "composite" and "wrt" not in params:
-            call = _composite(call, ctx, params)
+            call = composite(call, ctx, params)
         return mlir.lower_fun(call)(ctx, *operands)
 
     def _batch(self, p, axis, operands, dims, *, tree, axes, **params):
@@ -371,25 +380,3 @@ def _vmap_and_sum(gradients, primal_axes, out_axes, grad_axes, axis_name):
         return grad.sum(0) if axis is None else jnp.moveaxis(grad, 0, axis)
 
     return lambda *args: list(map(place, fun(*args), grad_axes))
-
-
-def _composite(call, ctx, params):
-    if ctx.dim_var_values:  # a decomposition cannot receive them
-        raise NotImplementedError(
-            f"{params['name']}: the composite route needs fixed sizes and one "
-            "platform: export once for each, or use the inline route."
-        )
-    bag = dict(params["config"])
-    if params["axes"]:
-        bag["vmap_axes"] = tuple(dims for dims, _ in params["axes"])
-    attributes = {key: _attribute(value) for key, value in bag.items()}
-    name = f"neuron.{params['name']}"
-    composite = lax.composite(lambda *a, **_: call(*a), name=name, version=1)
-    return functools.partial(composite, **attributes)
-
-
-def _attribute(value):
-    """StableHLO knows no None, and JAX drops one silently: it is spelled out."""
-    if isinstance(value, tuple):
-        return tuple(map(_attribute, value))
-    return "none" if value is None else value

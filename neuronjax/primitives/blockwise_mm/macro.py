@@ -6,10 +6,8 @@ returns them, another need not. With `checkpoint="recompute"` there are none, an
 backward computes them again.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from neuronjax.kernels.blockwise_mm import backward, forward, plain
@@ -22,24 +20,8 @@ from neuronjax.primitives.macro import MacroFamily
 _CONSTANTS = ("gate_up_scale", "down_scale")
 _ONE_BY_ONE = (
     "blocks are visited one after another, so an explicit mesh cannot divide their "
-    "operands: neuronjax.sharding.sharded_moe_cte does"
+    "operands: neuronjax.sharding.sharded_moe_cte does, over a mesh of Auto axes"
 )
-
-
-def _whole(leaf: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The leaf, which refuses operands that an explicit mesh divides."""
-
-    def refusing(*operands, name, **config):
-        for x in operands:
-            if x is not None and any(jax.typeof(x).sharding.spec):
-                raise NotImplementedError(f"{name}: {_ONE_BY_ONE}")
-        return leaf(*operands, name=name, **config)
-
-    return refusing
-
-
-_FORWARD = _whole(forward.blockwise_mm_fwd), _whole(forward.blockwise_mm_static)
-_BACKWARD = _whole(backward.blockwise_mm_bwd), _whole(backward.blockwise_mm_bwd_static)
 
 
 def _outputs(**config: Any) -> tuple[str, ...]:
@@ -92,11 +74,11 @@ def _emit_backward(operands, outs, cotangents, *, name, **config):
 blockwise_mm_bwd = MacroFamily(
     "blockwise_mm_bwd",
     (BACKWARD,),
-    _BACKWARD[0],
+    backward.blockwise_mm_bwd,
     plain=plain.blockwise_mm_bwd_plain,
     outputs=_gradients,
-    static=_BACKWARD[1],
-    tangent_leaf=_BACKWARD[1],
+    static=backward.blockwise_mm_bwd_static,
+    tangent_leaf=backward.blockwise_mm_bwd_static,
     axis="axis",
     example=example,
     refuses={"explicit sharding": _ONE_BY_ONE},
@@ -104,12 +86,12 @@ blockwise_mm_bwd = MacroFamily(
 blockwise_mm = MacroFamily(
     "blockwise_mm",
     (FORWARD,),
-    _FORWARD[0],
+    forward.blockwise_mm_fwd,
     plain=plain.blockwise_mm_plain,
     outputs=_outputs,
     backward=_emit_backward,
-    static=_FORWARD[1],
-    tangent_leaf=_FORWARD[1],
+    static=forward.blockwise_mm_static,
+    tangent_leaf=forward.blockwise_mm_static,
     differentiated=_differentiated,
     axis="axis",
     variants=VARIANTS,
