@@ -183,6 +183,24 @@ def test_a_narrow_dtype_computes_narrow():
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["call", "decode"])
+def test_a_narrow_input_meets_wide_parameters(few):
+    """As in `nn.MLP`; the router's weights are rounded, the experts' are not."""
+    layer, x = layer_of(), inputs(dtype="bfloat16")
+    out = layer.decode(x) if few else layer(x)
+    assert out.dtype == jnp.bfloat16
+    narrow = np.asarray(layer.router[...].astype(jnp.bfloat16), np.float32)
+    layer.router[...] = jnp.asarray(narrow)
+    wanted = wanted64(layer, x.astype(jnp.float32))[0]
+    error = np.abs(np.asarray(out, np.float64).reshape(wanted.shape) - wanted)
+    assert error.max() < 0.03 * np.abs(wanted).max()
+
+
+def test_a_block_of_no_slots_is_refused():
+    with pytest.raises(ValueError, match="block_size must be a positive integer"):
+        layer_of(block_size=0)(inputs())
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["call", "decode"])
 def test_the_shared_expert_is_added_before_the_sum_is_rounded(few):
     """256 + 1 - 256 in bfloat16, which holds no 257: what is left is 1."""
     options = dict(norm=False, shared_d_ff=1, dtype=jnp.bfloat16)

@@ -139,6 +139,16 @@ def test_an_index_that_is_no_expert_takes_no_slot():
             assert blocks.conditions.sum() == 2
 
 
+@pytest.mark.parametrize("far", [2**32 + 1, 2**63 + 1, -(2**32) + 1])
+def test_a_wide_index_of_numpy_does_not_wrap(far):
+    """Without x64 the same bits as int32 would name expert 1."""
+    index = np.array([[far], [0]], np.uint64 if far >= 2**63 else np.int64)
+    blocks = neuronjax.route_to_blocks(index, 2, 1, skip_token=True)
+    assert blocks.token_position_to_id.tolist() == [1, -1]
+    masked = neuronjax.mask_affinities(jnp.ones((2, 2)), index, skip_token=True)
+    assert masked.ravel().tolist() == [0, 0, 1, 0]
+
+
 def test_more_experts_than_an_int8_counts():
     index = np.array([[0, 127], [5, 0]], np.int8)
     blocks = neuronjax.route_to_blocks(index, 200, 2)
@@ -230,6 +240,32 @@ def test_memory_does_not_grow_with_tokens_times_experts():
     route = jax.jit(lambda i: neuronjax.route_to_blocks(i, 256, 32))
     memory = route.lower(index).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4096 * 256
+
+
+def test_memory_does_not_grow_with_the_square_of_a_tokens_experts():
+    index = jax.ShapeDtypeStruct((512, 128), "int32")
+    route = jax.jit(lambda i: neuronjax.route_to_blocks(i, 128, 128))
+    memory = route.lower(index).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 * 128 * 64
+
+
+def test_tokens_that_an_explicit_mesh_divides_are_refused():
+    mesh = make_mesh(explicit=True, data=2)
+    with jax.set_mesh(mesh):
+        index = jax.device_put(jnp.zeros((6, 2), jnp.int32), P("data"))
+        with pytest.raises(NotImplementedError, match="route_to_blocks: .* of all tok"):
+            neuronjax.route_to_blocks(index, 4, 2)
+        with pytest.raises(NotImplementedError, match="mask_affinities: .* of all tok"):
+            neuronjax.mask_affinities(jnp.ones((6, 4)), index)
+        whole = jax.reshard(index, P())
+        assert neuronjax.route_to_blocks(whole, 4, 2).block_to_expert.shape == (8,)
+
+
+def test_a_symbolic_number_of_tokens_is_refused():
+    (tokens,) = jax.export.symbolic_shape("t")
+    index = jax.ShapeDtypeStruct((tokens, 2), "int32")
+    with pytest.raises(NotImplementedError, match="route_to_blocks: .* follows T"):
+        jax.export.export(jax.jit(lambda i: neuronjax.route_to_blocks(i, 4, 2)))(index)
 
 
 @pytest.mark.parametrize(

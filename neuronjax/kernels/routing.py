@@ -37,10 +37,9 @@ def experts_of_pairs(
     token_mask: Bool[Array, " tokens"] | None,
     num_experts: int,
 ) -> Int[Array, "tokens k"]:
-    """The expert of each pair as int32; `num_experts` for a pair that takes no slot.
+    """The expert of each pair as int32; `num_experts` for a pair that names none.
 
-    Those are the pairs of padding tokens, those that name no expert, and all but the
-    first of those in which a token names the same one.
+    Those are the pairs of padding tokens and those whose index is out of range.
     """
     held = expert_index.astype(jnp.int32)
     # Judged before the cast where it would wrap.
@@ -48,11 +47,16 @@ def experts_of_pairs(
     names = (wide >= 0) & (wide < num_experts)
     if token_mask is not None:
         names = names & token_mask[:, None]
-    named = jnp.where(names, held, jnp.int32(num_experts))
-    k = named.shape[1]
-    before = jnp.arange(k)[:, None] > jnp.arange(k)
-    again = jnp.any((named[:, :, None] == named[:, None, :]) & before, axis=2)
-    return jnp.where(again, jnp.int32(num_experts), named)
+    return jnp.where(names, held, jnp.int32(num_experts))
+
+
+def named_once(
+    experts: Int[Array, "tokens k"], num_experts: int
+) -> Int[Array, "tokens k"]:
+    """Each token's experts in ascending order, `num_experts` for one named before."""
+    rows = lax.sort(experts, dimension=1, is_stable=False)
+    again = jnp.pad(rows[:, 1:] == rows[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(again, jnp.int32(num_experts), rows)
 
 
 def sorted_pairs(
@@ -86,7 +90,8 @@ def route_to_blocks_fwd(
     expert and are empty.
     """
     k = expert_index.shape[1]
-    pairs = experts_of_pairs(expert_index, token_mask, num_experts).reshape(-1)
+    pairs = experts_of_pairs(expert_index, token_mask, num_experts)
+    pairs = named_once(pairs, num_experts).reshape(-1)
     experts, order = sorted_pairs(pairs, num_experts)
     every = jnp.arange(num_experts + 1, dtype=jnp.int32)
     start = jnp.searchsorted(experts, every).astype(jnp.int32)

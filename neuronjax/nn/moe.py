@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.dtypes import accumulator, promoted
 from neuronjax.nn.cache import LayerCache
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.mlp import MLP
@@ -55,7 +55,8 @@ class MoE(nnx.Module):
             all-to-alls a call, decoding too. Tokens are filled up to a multiple of the
             devices. Each device's sum is rounded for the way back.
         axis: the mesh axis that splits them.
-        dtype: dtype of the computation; `None` keeps that of the input.
+        dtype: dtype of the computation; `None` keeps that of the input, to which the
+            router's weights are then rounded.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
 
@@ -179,7 +180,7 @@ class MoE(nnx.Module):
         """The routed sum, the router's logits and choices; every expert is at hand."""
         logits, index, affinities = router_topk(
             rows,
-            at_dtype(self.router, self.dtype),
+            at_dtype(self.router, rows.dtype),
             k=self.experts_per_token,
             x_hbm_layout=1,
             token_mask=mask,
@@ -197,11 +198,12 @@ class MoE(nnx.Module):
         if spare:
             mask = jnp.ones(tokens, bool) if mask is None else mask
             mask, rows = jnp.pad(mask, (0, spare)), jnp.pad(rows, ((0, spare), (0, 0)))
-        weights = (self.router, self.gate_up, self.down)
         outs = expert_parallel_moe(
             self.mesh,
             rows,
-            *(at_dtype(w, self.dtype) for w in weights),
+            at_dtype(self.router, rows.dtype),
+            at_dtype(self.gate_up, self.dtype),
+            at_dtype(self.down, self.dtype),
             k=self.experts_per_token,
             axis=self.axis,
             token_mask=mask,
@@ -219,14 +221,15 @@ class MoE(nnx.Module):
         """The routed sum of `[tokens, d_model]` in `wide`, expert by expert."""
         load = x.shape[0], self.experts_per_token, self.num_experts
         size = block_size_for(*load) if self.block_size is None else self.block_size
+        weights = [at_dtype(w, self.dtype) for w in (self.gate_up, self.down)]
+        factor = promoted(x.dtype, *(w.dtype for w in weights))
         ids, experts, _ = route_to_blocks(
             index, self.num_experts, size, skip_token=True
         )
         return moe_cte(
             x.astype(wide),
             mask_affinities(affinities, index, skip_token=True),
-            at_dtype(self.gate_up, self.dtype),
-            at_dtype(self.down, self.dtype),
+            *weights,
             ids,
             experts,
             size,
@@ -234,7 +237,7 @@ class MoE(nnx.Module):
             skip_dma=SkipMode(skip_token=True),
             activation_function=self.activation,
             checkpoint=self.checkpoint,
-            compute_dtype=None if wide == x.dtype else x.dtype,
+            compute_dtype=factor,
         )
 
     def _few(self, x: Array, index: Array, affinities: Array, wide: Any) -> Array:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from neuronjax.kernels.routing import Blocks, masked_affinities, route_to_blocks_fwd
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.options import FLOATS
 
 # The block sizes that `block_size_for` gives.
@@ -53,7 +55,7 @@ def _block_facts(call: SimpleNamespace) -> dict[str, Any]:
     facts = _facts(call)
     sizes = (call.num_experts, call.capacity or call.block_size, call.multiple)
     least = 0
-    if len(facts["shape"]) == 2 and all(map(_is_positive, sizes)):
+    if len(facts["shape"]) == 2 and all(map(is_count, sizes)):
         tokens, k = facts["shape"]
         least = most_blocks(tokens, min(k, sizes[0]), *sizes[:2])
     return facts | dict(least=least)
@@ -108,6 +110,7 @@ def route_to_blocks(
     Raises:
         ValueError: `expert_index` or `token_mask` has another shape or dtype, a size is
             no positive integer, or `num_blocks` is too small for some routing.
+        NotImplementedError: `T` is symbolic, or an explicit mesh divides `T`.
 
     Source:
         aws-neuron/nki-library, the inputs of `moe_cte`; Gale et al. 2022, MegaBlocks,
@@ -122,12 +125,17 @@ def route_to_blocks(
         ([0, 2, 2, 3, 3], [1, 1, 1, 1, 0, 0, 0])
     """
     tokens, k = expert_index.shape
+    if not isinstance(tokens, int):
+        raise NotImplementedError(
+            f"route_to_blocks: the number of blocks follows T, which must be known, "
+            f"got {tokens}"
+        )
     size = block_size if capacity is None else capacity
     assert size is not None
     count = num_experts if capacity else most_blocks(tokens, k, num_experts, size)
     count = num_blocks or -(-count // multiple) * multiple
     return route_to_blocks_fwd(
-        jnp.asarray(expert_index),
+        _index("route_to_blocks", expert_index, num_experts),
         None if token_mask is None else jnp.asarray(token_mask),
         num_experts=num_experts,
         block_size=size,
@@ -145,7 +153,9 @@ def mask_affinities(
     skip_token: bool = False,
     token_mask: Bool[Array, " tokens"] | None = None,
 ) -> Float[Array, "pairs 1"]:
-    """The affinities of `router_topk` as `moe_cte` takes them.
+    r"""The affinities of `router_topk` as `moe_cte` takes them.
+
+    $$m_{tE + e} = a_{te} \, [e \in \mathrm{idx}_t]$$
 
     Args:
         expert_affinities: `[T, E]`; they may be dense.
@@ -160,6 +170,10 @@ def mask_affinities(
 
     Raises:
         ValueError: shapes or dtypes do not fit.
+        NotImplementedError: an explicit mesh divides `T`.
+
+    Source:
+        aws-neuron/nki-library, `expert_affinities_masked` of `moe_cte`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -167,17 +181,36 @@ def mask_affinities(
         >>> mask_affinities(dense, jnp.array([[2, 0]])).ravel().tolist()
         [0.5, 0.0, 0.125, 0.0, 0.0, 0.0]
     """
+    affinities = jnp.asarray(expert_affinities)
+    affinities = _whole("mask_affinities", "expert_affinities", affinities)
     return masked_affinities(
-        jnp.asarray(expert_affinities),
-        jnp.asarray(expert_index),
+        affinities,
+        _index("mask_affinities", expert_index, affinities.shape[1]),
         None if token_mask is None else jnp.asarray(token_mask),
         padding_row=not skip_token,
     )
 
 
-def _is_positive(value: Any) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and int(value) > 0
+def _index(function: str, index: Any, num_experts: int) -> Array:
+    """As JAX holds it: without x64 it would wrap what NumPy holds wide.
+
+    A number that names no expert would then name another.
+    """
+    if isinstance(index, np.ndarray):
+        outside = (index < 0) | (index >= num_experts)
+        index = np.where(outside, num_experts, index.astype(np.int64)).astype(np.int32)
+    return _whole(function, "expert_index", jnp.asarray(index))
+
+
+def _whole(function: str, argument: str, x: Array) -> Array:
+    """`x`, refused where an explicit mesh divides it."""
+    if any(jax.typeof(x).sharding.spec):
+        raise NotImplementedError(
+            f"{function}: blocks are made of all tokens, so an explicit mesh cannot "
+            f"divide {argument}: call it inside jax.shard_map, on each device's own "
+            "tokens, or on jax.reshard of it"
+        )
+    return x
 
 
 _INDEX = np.zeros((3, 2), np.int32)
@@ -231,24 +264,24 @@ contracts.add(
     Contract(
         "routing.experts",
         _BLOCKS,
-        "{function}: num_experts must be a positive integer, got {num_experts}",
-        lambda c: not _is_positive(c.num_experts),
+        "{function}: num_experts must be a positive integer, got {num_experts!r}",
+        lambda c: not is_count(c.num_experts),
         example=_arguments(num_experts=0),
     ),
     Contract(
         "routing.capacity",
         _BLOCKS,
-        "{function}: capacity must be a positive integer, got {capacity}",
-        lambda c: c.capacity is not None and not _is_positive(c.capacity),
+        "{function}: capacity must be a positive integer, got {capacity!r}",
+        lambda c: c.capacity is not None and not is_count(c.capacity),
         example=_arguments(block_size=None, capacity=0),
     ),
     Contract(
         "routing.block_size",
         _BLOCKS,
         "{function}: block_size must be a positive integer (with capacity: None or "
-        "that capacity), got {block_size}",
+        "that capacity), got {block_size!r}",
         lambda c: (
-            not _is_positive(c.block_size)
+            not is_count(c.block_size)
             if c.capacity is None
             else c.block_size not in (None, c.capacity)
         ),
@@ -257,20 +290,20 @@ contracts.add(
     Contract(
         "routing.multiple",
         _BLOCKS,
-        "{function}: multiple must be a positive integer, got {multiple}",
-        lambda c: not _is_positive(c.multiple),
+        "{function}: multiple must be a positive integer, got {multiple!r}",
+        lambda c: not is_count(c.multiple),
         example=_arguments(multiple=0),
     ),
     Contract(
         "routing.num_blocks",
         _BLOCKS,
         "{function}: num_blocks must be a multiple of {multiple} and at least {least}, "
-        "which the worst routing fills, got {num_blocks}",
+        "which the worst routing fills, got {num_blocks!r}",
         lambda c: (
             c.num_blocks is not None
             and c.capacity is None
             and (
-                not _is_positive(c.num_blocks)
+                not is_count(c.num_blocks)
                 or c.num_blocks < c.least
                 or c.num_blocks % c.multiple
             )

@@ -69,7 +69,14 @@ def sharded_moe_cte(
     shard_on: str = "block",
     **options: Any,
 ) -> Array | tuple[Array, ...]:
-    """`moe_cte` with its blocks, or its weights, divided over one axis of `mesh`.
+    r"""`moe_cte` with its blocks, or its weights, divided over one axis of `mesh`.
+
+    With the equation of `moe_cte` and cores `c` that have a part `N_c` of the blocks, a
+    part `I_c` of the intermediate axis, or a part `H_c` of the hidden one:
+
+    $$\mathrm{out}_t = \sum_c \sum_{b \in N_c} a_{tb} y_{tb}, \qquad
+      y_b = \sum_c \left(\mathrm{act}(g_b) \cdot u_b\right)_{I_c} W^{down}_{I_c},
+      \qquad [g_b, u_b] = \sum_c x_{b, H_c} W^{gate, up}_{H_c}$$
 
     Args:
         mesh: the devices.
@@ -94,7 +101,8 @@ def sharded_moe_cte(
 
     Returns:
         What `moe_cte` returns. The output is whole on every core, with `"hidden"`
-        split along `H`. Stored activations are split by block, along `I`, or along `H`
+        split along `H`. With `"block"` each core's part is rounded to its dtype before
+        they are added. Stored activations are split by block, along `I`, or along `H`
         (down); those of `PING_PONG` in an order that a reader has to gather.
 
     Raises:
@@ -102,6 +110,10 @@ def sharded_moe_cte(
             block-scaled weights would be divided along `H`, whose columns they
             interleave, or along `I` otherwise than by 512; or an argument breaks a rule
             of `moe_cte`.
+
+    Source:
+        aws-neuron/nki-library, `core/moe/moe_cte`, its kernels `shard_on_block`,
+        `shard_on_i` and `blockwise_mm_baseline_shard_hidden`.
 
     Example:
         >>> from neuronjax.sharding.mesh import make_mesh
@@ -130,10 +142,12 @@ def sharded_moe_cte(
         **options,
     )
     call = call_of(_FORWARD, "moe_cte", mesh, lnc, given)
-    run = _by_block if shard_on == "block" else _by_weight
     ops, config = emitter.operands(call), emitter.config_of(call)
     config["returned"] = any(returned(call))
-    out, *stored = run(mesh, lnc, shard_on, ops, config)
+    if shard_on == "block":
+        out, *stored = _by_block(mesh, lnc, ops, config)
+    else:
+        out, *stored = _by_weight(mesh, lnc, shard_on, ops, config)
     kept = [x for x, wanted in zip(stored, returned(call), strict=False) if wanted]
     return (out, *kept) if kept else out
 
@@ -165,7 +179,7 @@ def _by_weight(
 
 
 def _by_block(
-    mesh: Mesh, lnc: str, shard: str, ops: Operands, config: dict[str, Any]
+    mesh: Mesh, lnc: str, ops: Operands, config: dict[str, Any]
 ) -> tuple[Array, ...]:
     """Each core has its part of the blocks."""
     opts = Options.of(config)
@@ -229,7 +243,7 @@ def _axes(
     if is_mx and shard not in BLOCK_SCALED:
         raise ValueError(
             f"{function}: block-scaled weights can be divided by block or along I; "
-            f"their columns of H are interleaved"
+            "their columns of H are interleaved"
         )
     if shard == "intermediate":
         width = ops.gate_up_w.shape[-1]
@@ -256,7 +270,13 @@ def sharded_blockwise_mm_bwd(
     operands: str = "replicated",
     **options: Any,
 ) -> tuple[Array, ...]:
-    """`blockwise_mm_bwd` divided over one axis of `mesh`.
+    r"""`blockwise_mm_bwd` divided over one axis of `mesh`.
+
+    With its equations, for cores `c` that have a part `H_c` of the hidden axis:
+
+    $$dM = \sum_c (a \, d\mathrm{out})_{H_c} W^{down\,T}_{H_c}, \qquad
+      dx_{H_c} = dG \, W^{gate\,T}_{H_c} + dU \, W^{up\,T}_{H_c}, \qquad
+      dW_{H_c} = x_{H_c}^T \, [dG, dU], \; M^T (a \, d\mathrm{out})_{H_c}$$
 
     Args:
         mesh: the devices.
@@ -273,9 +293,10 @@ def sharded_blockwise_mm_bwd(
         lnc: the mesh axis of the cores.
         operands: how they lie on the cores. `"replicated"`: whole, as where cores share
             one memory; each computes the gradients of its columns of `H`, and nothing
-            crosses the wire. `"hidden"`: split along `H`, with one all-reduce a block,
-            of dM and the affinities' gradient. `"intermediate"`: split along `I`, with
-            one all-reduce at the end, of the tokens' gradient.
+            crosses the wire: dM, dG and dU, one of a block's four products, are
+            computed whole on every core. `"hidden"`: split along `H`, with one
+            all-reduce a block, of dM and the affinities' gradient. `"intermediate"`:
+            split along `I`, with one all-reduce at the end, of the tokens' gradient.
         **options: further arguments of `blockwise_mm_bwd`, by name, but for
             `shard_option` and `axis`, which `operands` and `lnc` say.
 
@@ -286,6 +307,21 @@ def sharded_blockwise_mm_bwd(
     Raises:
         ValueError: the mesh lacks the axis; its cores cannot share `I` or `H` evenly;
             or an argument breaks a rule of `blockwise_mm_bwd`.
+
+    Source:
+        aws-neuron/nki-library, `core/moe/blockwise_mm_bwd`, on two cores.
+
+    Example:
+        >>> from neuronjax.sharding.mesh import make_mesh
+        >>> h, affinity = jnp.ones((2, 4)), jnp.array([[1.0], [0.0]])
+        >>> w, ids = (jnp.ones((1, 4, 2, 4)), jnp.ones((1, 4, 4))), jnp.array([0, 1])
+        >>> stored = jnp.full((1, 2, 4, 2), 4.0), jnp.full((1, 2, 4), 62.8)
+        >>> grads = sharded_blockwise_mm_bwd(
+        ...     make_mesh(data=1), h, affinity, *w, *stored, ids, jnp.array([0]),
+        ...     jnp.ones((2, 4)), 2, lnc="data",
+        ... )
+        >>> grads[1][:, 0].round(1)
+        Array([251.2,   0. ], dtype=float32)
     """
     if operands not in _OPERANDS:
         words = ", ".join(_OPERANDS)
