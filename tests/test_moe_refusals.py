@@ -188,6 +188,18 @@ def test_an_id_of_minus_one_is_an_empty_slot_with_skip_token_alone():
         run(*rows, gate_up, down, skip_dma=skip)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_ids_are_integers_of_any_size(dtype):
+    given = operands()
+    flags = np.asarray([1, 1, 0, 0, 0], dtype)
+    lists = dict(token_position_to_id=IDS, block_to_expert=EXPERTS)
+    narrow = {key: x.astype(dtype) for key, x in lists.items()}
+    same(
+        run(*given, **narrow, conditions=flags),
+        run(*given, **lists, conditions=flags.astype(np.int32)),
+    )
+
+
 def test_wide_ids_do_not_wrap_around():
     given = operands()
     with jax.enable_x64(True):

@@ -129,6 +129,14 @@ def test_forward_derivatives_know_tokens_of_affinity_zero():
         close(found, wanted)
 
 
+def test_a_wide_index_does_not_wrap_around():
+    given = call(tokens=3)
+    far = np.asarray(given["expert_index"], np.int64)
+    far[0] += 2**32
+    close(run(given, expert_index=far), Decode(given | dict(expert_index=far)).out())
+    assert not run(given, expert_index=far)[0].any()
+
+
 def test_an_expert_named_twice_counts_twice_and_one_outside_not_at_all():
     given = call(tokens=3)
     index = jnp.array([[1, 1], [0, 4], [-1, 2**31 - 1]], jnp.int32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  names bfloat16
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -160,7 +160,7 @@ def test_the_limits_of_the_chip_are_reported_and_do_not_hold():
     assert report.nearest == {"T": 128, "K": 8, "H": 4}
 
 
-@pytest.mark.parametrize("count", [True, 0, 2.0, np.float32(2)])
+@pytest.mark.parametrize("count", [True, 0, 2.0, np.float32(2), 2**31])
 def test_counts_are_integers_and_not_flags(count):
     x = packed(drawn(2, 2, "bfloat16"), [0, 1], "bfloat16")
     for name in ("T", "K"):
@@ -177,3 +177,11 @@ def test_keywords_of_the_config_bag_are_no_hints():
             emit.top_k_reduce_kernel(rows, index, T=2, K=1, **{name: value})
     hinted = emit.top_k_reduce_kernel(rows, index, T=2, K=1, num_stages=2)
     np.testing.assert_array_equal(hinted, rows)
+
+
+def test_the_number_of_rows_may_be_symbolic():
+    rows = jax.ShapeDtypeStruct((export.symbolic_shape("n")[0], 4), jnp.bfloat16)
+    fun = jax.jit(lambda x: neuronjax.topk_reduce(x, 3, 2))
+    held = export.export(fun)(rows)
+    x = packed(drawn(5, 2, "bfloat16"), [2, 0, 2, -1, 2], "bfloat16")
+    np.testing.assert_array_equal(held.call(x), fun(x))

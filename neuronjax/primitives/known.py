@@ -8,9 +8,11 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from neuronjax.kernels.indices import bounded
 from neuronjax.primitives.tile import MemrefTile
 
 
@@ -21,6 +23,19 @@ def known(x: Any) -> np.ndarray | None:
         return None
     # In NumPy: under jit even a constant's comparison would be traced.
     return np.asarray(x)
+
+
+def in_int32(x: Any, low: int, high: int) -> jax.Array:
+    """`kernels.indices.bounded` of any integers.
+
+    Those of NumPy are cut first: without x64 JAX would wrap int64 around.
+    """
+    if not isinstance(x, jax.Array):
+        held = np.asarray(x)
+        info = np.iinfo(held.dtype)
+        held = np.clip(held, max(low, info.min), min(high, info.max))
+        x = jnp.asarray(held.astype(np.int32))
+    return bounded(x, low, high)
 
 
 def is_epsilon(value: Any) -> bool:

@@ -226,8 +226,9 @@ _row(
 _row(
     "counts",
     _BOTH,
-    "T and K must be integers of at least 1, known while tracing, got {T} and {K}",
-    lambda c: not (is_count(c.T) and is_count(c.K)),
+    "T and K must be integers from 1 to 2147483647, the last int32, known while "
+    "tracing, got {T} and {K}",
+    lambda c: any(not is_count(x) or x > 2**31 - 1 for x in (c.T, c.K)),
     example=_arguments(K=0),
 )
 _row(

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+from jax import lax
 
 from neuronjax.primitives.blockwise_mm.arguments import arguments
 from neuronjax.primitives.blockwise_mm.facts import BWD, EMITTERS
@@ -69,6 +70,25 @@ row(
     functions=(BWD, *EMITTERS),
     example=arguments(axis=0),
     stage=-1,
+)
+
+
+def cores_of(axis: str) -> int | None:
+    """How many cores a mesh axis has; None outside of `jax.shard_map` over it."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return None
+
+
+row(
+    "axis_bound",
+    "axis = {axis!r} is no mesh axis here: it is one inside jax.shard_map over it",
+    lambda c: c.axis is not None and cores_of(c.axis) is None,
+    functions=(BWD, *EMITTERS),
+    example=lambda function: arguments(
+        axis="lnc", **({} if function == BWD else dict(shard="hidden"))
+    )(function),
 )
 row(
     "one_core",

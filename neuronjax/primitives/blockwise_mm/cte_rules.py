@@ -1,5 +1,6 @@
 """The rules of the forward functions: specs, skip modes and what they return."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from neuronjax.primitives.blockwise_mm.spec import (
     HYBRID,
     ON_BLOCKS,
     MoECTESpec,
+    QuantizationConfig,
     ShardOnBlockConfig,
     ShardOnIConfig,
     SkipMode,
@@ -70,18 +72,23 @@ row(
     example=arguments(skip_dma=True),
     stage=-1,
 )
+
+
+def _odd_scales(c: SimpleNamespace) -> str:
+    given = c.quantization_config
+    if quantization_of(given):
+        return ""
+    if not isinstance(given, Mapping):
+        return type(given).__name__
+    fields = vars(QuantizationConfig()).keys()
+    return f"one with {', '.join(map(repr, given.keys() - fields))}"
+
+
 row(
     "quantization_config",
     "quantization_config must be a QuantizationConfig, a mapping of its fields, or "
     "None, got {odd_config}",
-    told(
-        "odd_config",
-        lambda c: (
-            ""
-            if quantization_of(c.quantization_config)
-            else type(c.quantization_config).__name__
-        ),
-    ),
+    told("odd_config", _odd_scales),
     functions=(CTE,),
     example=arguments(quantization_config=1),
     stage=-1,

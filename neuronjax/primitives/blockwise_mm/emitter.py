@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from neuronjax.kernels.blockwise_mm.operands import Operands
-from neuronjax.kernels.indices import bounded
 from neuronjax.primitives import contracts
 from neuronjax.primitives.blockwise_mm import (  # noqa: F401  enter the rows
     cte_rules,
@@ -37,6 +36,7 @@ from neuronjax.primitives.blockwise_mm.facts import (
 from neuronjax.primitives.blockwise_mm.macro import blockwise_mm
 from neuronjax.primitives.blockwise_mm.names import FORWARD
 from neuronjax.primitives.blockwise_mm.spec import ON_BLOCKS, spec_of
+from neuronjax.primitives.known import in_int32
 from neuronjax.primitives.mx.formats import weight_format as format_of
 from neuronjax.primitives.options import (
     BlockShardStrategy,
@@ -58,8 +58,7 @@ def operands(call: SimpleNamespace) -> Operands:
     beyond = dict(token_id=found["hidden"].shape[0], block_expert=1 << 30)
     for role in INTEGERS:
         if found[role] is not None:
-            x = jnp.asarray(found[role]).reshape(-1)
-            found[role] = bounded(x, -1, beyond.get(role, 1))
+            found[role] = in_int32(found[role].reshape(-1), -1, beyond.get(role, 1))
     return Operands(**{role: found[role] for role in Operands._fields})
 
 

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-from jax import lax
-
 from neuronjax.kernels.blockwise_mm.backward import WEIGHTS
 from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.primitives.blockwise_mm.arguments import arguments, quantized
+from neuronjax.primitives.blockwise_mm.bwd_rules import cores_of
 from neuronjax.primitives.blockwise_mm.facts import (
     EMITTERS,
     KERNEL,
@@ -82,16 +81,8 @@ row(
 )
 
 
-def _cores(axis: str) -> int | None:
-    """How many cores a mesh axis has; None outside of `jax.shard_map`."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        return None
-
-
 def _odd_columns(c: SimpleNamespace) -> bool:
-    cores = _cores(c.axis) if c.shard == "columns" else None
+    cores = cores_of(c.axis) if c.shard == "columns" else None
     return c.H_out != c.H * cores if cores else c.H_out % c.H != 0
 
 

@@ -101,7 +101,7 @@ def _odd_dtype(c: SimpleNamespace) -> str:
         if x is None or role not in names:
             continue
         if role in INTEGERS:
-            taken, words = jnp.issubdtype(x.dtype, jnp.signedinteger), "int32"
+            taken, words = jnp.issubdtype(x.dtype, jnp.integer), "integers"
         elif role in _WEIGHTS and mx:
             taken, words = x.dtype in ("uint16", "uint32"), "uint16 or uint32"
         elif role in _WEIGHTS and row_kind:

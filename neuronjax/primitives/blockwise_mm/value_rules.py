@@ -84,6 +84,7 @@ def _unlike_flags(c: SimpleNamespace) -> bool:
     held = known(c.operands["conditions"])
     if held is None:
         return False
+    held = held.astype(np.int64)  # differences of unsigned ones wrap
     return bool(((held != 0) & (held != 1)).any() or (np.diff(held) > 0).any())
 
 

@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from neuronjax.kernels.expert_mlps.operands import OUT_AXIS, Operands
-from neuronjax.kernels.indices import bounded
 from neuronjax.primitives import contracts
 from neuronjax.primitives.expert_mlps import (  # noqa: F401  enter the rows
     chip_rules,
@@ -26,6 +25,7 @@ from neuronjax.primitives.expert_mlps.facts import (
     scaling_of,
 )
 from neuronjax.primitives.expert_mlps.macro import NAME, expert_mlps
+from neuronjax.primitives.known import in_int32
 from neuronjax.primitives.mx.formats import weight_format as format_of
 from neuronjax.primitives.options import ActFnType, ExpertAffinityScaleMode, member
 from neuronjax.primitives.tile import MemrefTile, require_fit, require_partitions
@@ -83,7 +83,7 @@ def _as_int32(x: Any) -> Any:
         return MemrefTile(_as_int32(x.data), x.axis, x.buffer)
     if isinstance(x, int | np.integer):
         return jnp.full((1, 1), min(max(int(x), -1), _BEYOND), jnp.int32)
-    return bounded(jnp.asarray(x), -1, _BEYOND)
+    return in_int32(x, -1, _BEYOND)
 
 
 def config_of(call: SimpleNamespace) -> dict[str, Any]:

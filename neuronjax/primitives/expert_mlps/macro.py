@@ -2,9 +2,9 @@
 
 Its backward is that of the blockwise experts, `BlockwiseMMBwd`, on the same blocks: it
 computes what the forward did not store. That macro takes tensors: the forward's leaf
-contracts tiles as they lie, and the backward of tiles lays them out as tensors first. A
-hidden state that comes quantized has no gradient; that of the rest is then the vjp of the
-leaf with static loop bounds, whose experts do not round that state again.
+contracts tiles as they lie, and the backward of tiles lays them out as tensors first.
+A hidden state that comes quantized has no gradient; that of the rest is then the vjp of
+the leaf with static loop bounds, whose experts do not round that state again.
 """
 
 import functools

@@ -8,7 +8,7 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
-from neuronjax.primitives.kinds import described, is_flag
+from neuronjax.primitives.kinds import described, is_count, is_flag
 from neuronjax.primitives.moe_block_tkg.facts import (
     FLAGS,
     FUNCTION,
@@ -75,6 +75,9 @@ def _odd_flag(c: SimpleNamespace) -> str:
     for name in FLAGS:
         if not is_flag(getattr(c, name)):
             return f"{name} must be True or False, got {described(getattr(c, name))}"
+    actual = c.hidden_actual
+    if actual is not None and not is_count(actual):
+        return f"hidden_actual must be a positive integer, got {described(actual)}"
     return ""
 
 
