@@ -200,3 +200,12 @@ def test_a_tiled_leaf_keeps_its_operands_tiled(form):
     for eqn, shape in read:
         assert shape not in laid or eqn.primitive.name not in ("reshape", "transpose")
     assert closed.out_avals[0].shape == tiles["hidden"].data.shape
+
+
+def test_keywords_of_the_config_bag_are_no_hints():
+    given = _own_names(call())
+    for name, value in dict(is_tiled=True, quantization="ROW", activaton=0).items():
+        with pytest.raises(ValueError, match=f"'{name}' is neither an option nor"):
+            emit.expert_mlps_kernel(**given, **{name: value})
+    hinted = neuronjax.trace(lambda: emit.expert_mlps_kernel(**given, num_stages=2))
+    assert ("num_stages", 2) in hinted.rows[0].config

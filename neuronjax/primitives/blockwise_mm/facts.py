@@ -180,7 +180,8 @@ def activation_of(call: SimpleNamespace) -> Any:
 def weight_dtype_of(call: SimpleNamespace) -> Any:
     """The format that a call names for block-scaled weights."""
     if call.function == CTE:
-        return (quantization_of(call.quantization_config) or call).weight_dtype
+        scales = quantization_of(call.quantization_config)
+        return None if scales is None else scales.weight_dtype
     return getattr(call, "weight_format", None)
 
 

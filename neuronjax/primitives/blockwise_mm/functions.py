@@ -174,7 +174,10 @@ def blockwise_mm_baseline_shard_hidden(
     *,
     checkpoint: str = "store",
 ) -> Results:
-    """`moe_cte` by the name of the kernel whose cores share the hidden axis.
+    r"""`moe_cte` by the name of the kernel whose cores share the hidden axis.
+
+    $$\mathrm{out}_t = \sum_{s:\, t(s) = t} a_{t,\, e(s)}\,
+      (\mathrm{silu}(x_s W_g) \cdot x_s W_u)\, W_d$$
 
     The same values: SiLU, without biases, clamps and quantized weights. On a mesh
     `neuronjax.sharding.sharded_moe_cte(shard_on="hidden")` shares that axis.
@@ -202,7 +205,16 @@ def blockwise_mm_baseline_shard_hidden(
         ValueError: as `moe_cte`.
 
     Source:
-        aws-neuron/nki-library, `experimental/moe/forward/bwmm_shard_on_H.py`.
+        aws-neuron/nki-library, `experimental/moe/forward/bwmm_shard_on_H.py`; Gale et
+        al. 2022, MegaBlocks, https://arxiv.org/abs/2211.15841, section 4.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> h, one = jnp.array([[1.0], [0.0]]), jnp.ones((1, 1, 1))
+        >>> out = blockwise_mm_baseline_shard_hidden(h, jnp.full((2, 1), 0.5),
+        ...     jnp.ones((1, 1, 2, 1)), 2 * one, 2, jnp.array([0, 1]), jnp.array([0]))
+        >>> [round(float(x), 4) for x in out[:, 0]]  # 0.5 * 2 * silu(1), and padding
+        [0.7311, 0.0]
     """
     return _results(SimpleNamespace(**locals(), function=HIDDEN_SHARD))
 

@@ -20,7 +20,7 @@ from neuronjax.primitives.blockwise_mm import (  # noqa: F401  enter the rows
     value_rules,
 )
 from neuronjax.primitives.blockwise_mm.emitter import config_of, operands
-from neuronjax.primitives.blockwise_mm.facts import facts
+from neuronjax.primitives.blockwise_mm.facts import BWD, facts
 from neuronjax.primitives.blockwise_mm.macro import blockwise_mm_bwd as backward_macro
 from neuronjax.primitives.blockwise_mm.names import BACKWARD
 from neuronjax.primitives.blockwise_mm.spec import ClampLimits, SkipMode
@@ -131,8 +131,21 @@ def blockwise_mm_bwd(
     Source:
         aws-neuron/nki-library, `experimental/moe/bwd/blockwise_mm_backward.py`; the
         equations are the transpose of `moe_cte`'s.
+
+    Example:
+        One token, one expert, whose gate is so large that SiLU is the identity:
+        `y = 2 g u = 160` was stored, and `da` is it.
+
+        >>> import jax.numpy as jnp
+        >>> x, one = jnp.ones((1, 1)), jnp.ones((1, 1, 1))
+        >>> gate_up = jnp.array([80.0, 1.0]).reshape(1, 2, 1, 1)
+        >>> weights = gate_up.reshape(1, 1, 2, 1), 2 * one
+        >>> grads = blockwise_mm_bwd(x, x, *weights, gate_up, 160 * one,
+        ...     jnp.array([0]), jnp.array([0]), x, 1, SkipMode(skip_token=True))
+        >>> [float(grad.max()) for grad in grads]
+        [320.0, 160.0, 160.0, 80.0]
     """
-    call = SimpleNamespace(function="blockwise_mm_bwd", **locals())
+    call = SimpleNamespace(function=BWD, **locals())
     ops, given, config = backward_of(call)
     if axis is not None:
         config |= dict(shard=_SHARDS[member(ShardOption, shard_option)], axis=axis)

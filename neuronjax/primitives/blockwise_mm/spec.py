@@ -63,7 +63,8 @@ class ShardOnIConfig:
         expert_affinity_multiply_on_I: affinities multiply what the down weight meets,
             instead of its product.
         num_static_block: hybrid: the first blocks, which hold tokens whatever
-            `conditions` say; None for none.
+            `conditions` say; None for none. (The vendor's None is `N - E`, a length of
+            its loop: the blocks up to there hold tokens then anyway.)
     """
 
     checkpoint_activation: bool = False
