@@ -392,4 +392,4 @@ def test_hints_of_a_spec_travel_and_change_no_value():
     # The chip takes none of this: `can` says so, and the call runs.
     report = neuronjax.can("moe_cte", *given, **lists(spec=spec, skip_dma=skip))
     assert report and not report.on_chip
-    assert "moe.chip_strategy" in {v.id for v in report.violations}
+    assert "blockwise_mm.chip_strategy" in {v.id for v in report.violations}

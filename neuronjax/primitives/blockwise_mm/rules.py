@@ -67,7 +67,7 @@ def row(rule: str, message: str, violated=None, functions=ALL, **kwargs) -> None
     """Enters a row; its stage is the first unless named."""
     kwargs.setdefault("stage", 1)
     text = "{function}: " + message
-    add(Contract(f"moe.{rule}", functions, text, violated, **kwargs))
+    add(Contract(f"blockwise_mm.{rule}", functions, text, violated, **kwargs))
 
 
 def _not_array(c: SimpleNamespace) -> str:

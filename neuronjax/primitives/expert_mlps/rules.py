@@ -55,7 +55,7 @@ def row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> Non
     """Enters a row; its stage is the first unless named."""
     kwargs.setdefault("stage", 1)
     text = "{function}: " + message
-    contracts.add(Contract(f"moe_tkg.{rule}", functions, text, violated, **kwargs))
+    contracts.add(Contract(f"expert_mlps.{rule}", functions, text, violated, **kwargs))
 
 
 def _not_array(c: SimpleNamespace) -> str:

@@ -37,7 +37,7 @@ SHARED = ("shared_expert_gate_w", "shared_expert_up_w", "shared_expert_down_w")
 SHARED_BIASES = tuple(f"shared_expert_{side}_bias" for side in ("gate", "up", "down"))
 FLAGS = ("router_pre_norm", "norm_topk_prob", "skip_router_logits", "is_all_expert")
 # A block quantizes its hidden states itself: its own rule says what the chip takes.
-_NOT_OURS = ("moe_tkg.chip_mx_tokens",)
+_NOT_OURS = ("expert_mlps.chip_mx_tokens",)
 
 
 def has_shared_expert(call: SimpleNamespace) -> bool:
