@@ -306,6 +306,25 @@ def test_two_all_to_alls_a_layer_and_no_gather(dtype, backward, checkpoint):
         (dict(capacity=0), "capacity must be a positive integer, got 0"),
         (dict(block_size=0), "block_size must be a positive integer, got 0"),
         (dict(skip_dma=None), "options must be among .*, got skip_dma"),
+        (dict(capacity=True), "capacity must be a positive integer, got True"),
+        (dict(k=2.0), "k must be an integer from 1 to E = 8, got 2.0"),
+        (dict(k=9), "k must be an integer from 1 to E = 8, got 9"),
+        (dict(batch="expert"), "batch must be another axis than 'expert'"),
+        (
+            dict(down_b=jnp.zeros((2, 6))),
+            r"down_proj_bias must .* \(8, 6\), got \(2, 6",
+        ),
+        (
+            dict(down=jnp.zeros((8, 4, 6))),
+            r"down_proj_weight .* \(8, 5, 6\), got \(8, 4",
+        ),
+        (
+            dict(gate_up=jnp.zeros((8, 3, 2, 5))),
+            r"gate_up_proj_weight .* \(8, 6, 2, 5\)",
+        ),
+        (dict(router=jnp.zeros((5, 8))), r"router_weight must .* \(6, 8\), got \(5, 8"),
+        (dict(x=jnp.zeros((2, 4, 6))), r"x must have shape \[T, H\], got \(2, 4, 6"),
+        (dict(token_mask=jnp.ones(3, bool)), r"token_mask must .* \(8,\), got \(3,"),
     ],
     ids=lambda x: str(x)[:20],
 )
@@ -313,9 +332,19 @@ def test_refusals(change, message):
     change = dict(change)
     arrays = operands(tokens=change.pop("tokens", 8), biases=False)
     experts = change.pop("experts", EXPERTS)
+    arrays |= {n: arrays[n][:experts] for n in ("gate_up", "down")}
     arrays["router"] = arrays["router"][:, :experts]
+    arrays |= {n: change.pop(n) for n in NAMES if n in change}
     with pytest.raises(ValueError, match=f"expert_parallel_moe: {message}"):
         over(make_mesh(expert=4), arrays, **change)
+
+
+def test_an_explicit_mesh_takes_operands_as_they_lie():
+    arrays, mesh = operands(seed=9), make_mesh(explicit=True, expert=2)
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda a: over(mesh, a, capacity=np.int64(8))[0])(arrays)
+    wanted = jax.jit(lambda a: over(make_mesh(expert=2), a)[0])(arrays)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_explicit_axes_carry_the_split_in_the_type():

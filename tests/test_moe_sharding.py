@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax.kernels.quantization.fp8 import E4M3
@@ -27,6 +28,7 @@ from tests.moe_sharding_case import (
     D_FF,
     D_MODEL,
     EXPERTS,
+    LIES,
     OPTIONS,
     SHARDS,
     SWISH,
@@ -35,6 +37,7 @@ from tests.moe_sharding_case import (
     lnc_mesh,
     operands,
     over,
+    placed,
     stores,
     waves,
 )
@@ -287,6 +290,32 @@ def test_experts_beside_a_batch_of_sequences():
         agree(got, wanted)
 
 
+@pytest.mark.parametrize("shard", SHARDS)
+def test_an_explicit_mesh_takes_operands_as_they_lie(shard):
+    arrays, options = operands(), SWISH | stores()
+    wanted = both(lambda a: over(lnc_mesh(), shard, a, options), arrays)
+    mesh = make_mesh(explicit=True, lnc=2)
+
+    def run(arrays):
+        outs = over(mesh, shard, arrays, options)
+        return [jax.reshard(x, P()) for x in outs]  # what sums them asks for it
+
+    with jax.set_mesh(mesh):
+        got = both(run, placed(mesh, arrays, LIES["hidden"]))
+    agree(got, wanted)
+
+
+def test_the_backward_on_an_explicit_mesh():
+    arrays = backward_operands()
+    wanted = neuronjax.blockwise_mm_bwd(**arrays, **OPTIONS)
+    mesh = make_mesh(explicit=True, lnc=2)
+    with jax.set_mesh(mesh):
+        split = functools.partial(sharded_blockwise_mm_bwd, mesh, **OPTIONS)
+        got = jax.jit(lambda a: split(**a))(arrays)
+    for x, y in zip(got, wanted, strict=True):
+        assert error(x, y) <= 2e-6
+
+
 def block_scaled(shard, d_ff):
     """Shapes alone are read."""
     scales = jnp.zeros((1, 16, 2, 1, d_ff), jnp.uint8), jnp.zeros((1, 16, 1, 512), "u1")
@@ -309,6 +338,8 @@ def test_what_cannot_be_divided_is_refused():
     arrays = operands()
     with pytest.raises(ValueError, match="lnc must be an axis of the mesh"):
         sharded_moe_cte(make_mesh(data=2), **arrays, block_size=BLOCK)
+    with pytest.raises(TypeError, match=r"sharded_moe_cte\(\) got an unexp.* 'foo'"):
+        over(lnc_mesh(), "block", arrays, dict(foo=1))
     with pytest.raises(ValueError, match="shard_on must be one of block, intermediate"):
         over(lnc_mesh(), "H", arrays, {})
     with pytest.raises(

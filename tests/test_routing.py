@@ -228,6 +228,14 @@ def test_it_maps_and_shards_over_groups_of_tokens():
             )
 
 
+def test_sizes_may_be_integers_of_numpy():
+    index, two = draw(4, 1, 3), np.int64(2)
+    got = neuronjax.route_to_blocks(index, np.int64(3), two, multiple=two)
+    wanted = neuronjax.route_to_blocks(index, 3, 2, multiple=2)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert neuronjax.route_to_blocks(index, 3, capacity=two).block_to_expert.size == 3
+
+
 def test_more_blocks_than_needed_may_be_asked_for():
     index = draw(4, 1, 3)
     blocks = neuronjax.route_to_blocks(index, 3, 2, num_blocks=8, multiple=4)

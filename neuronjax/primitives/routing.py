@@ -132,8 +132,10 @@ def route_to_blocks(
         )
     size = block_size if capacity is None else capacity
     assert size is not None
+    # A NumPy integer is one too; kernels take Python's.
+    size, num_experts, multiple = map(int, (size, num_experts, multiple))
     count = num_experts if capacity else most_blocks(tokens, k, num_experts, size)
-    count = num_blocks or -(-count // multiple) * multiple
+    count = int(num_blocks or -(-count // multiple) * multiple)
     return route_to_blocks_fwd(
         _index("route_to_blocks", expert_index, num_experts),
         None if token_mask is None else jnp.asarray(token_mask),

@@ -15,10 +15,12 @@ router's weights. No tokens are gathered.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -28,6 +30,7 @@ from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.shard_common import uniform
 from neuronjax.primitives.blockwise_mm.functions import moe_cte
 from neuronjax.primitives.blockwise_mm.spec import SkipMode
+from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.router_topk import router_topk
 from neuronjax.primitives.routing import (
     block_size_for,
@@ -35,7 +38,7 @@ from neuronjax.primitives.routing import (
     most_blocks,
     route_to_blocks,
 )
-from neuronjax.sharding.mesh import require_axes
+from neuronjax.sharding.mesh import laid, require_axes
 
 _NAME = "expert_parallel_moe"
 # The arguments of `moe_cte` that are the same on every device.
@@ -115,9 +118,9 @@ def expert_parallel_moe(
         device's sum is rounded to it for the way back.
 
     Raises:
-        ValueError: the mesh lacks an axis, `T` or `E` is no positive multiple of the
-            devices that split it, `capacity` or `block_size` is no positive integer, or
-            an option is none of these.
+        ValueError: the mesh lacks an axis, an operand has another shape, `T` or `E` is
+            no positive multiple of the devices that split it, `k`, `capacity` or
+            `block_size` is no positive integer, or an option is none of these.
 
     Source:
         Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668, section 3.2.
@@ -133,52 +136,74 @@ def expert_parallel_moe(
         ((2, 4), [[0, 1], [0, 1]])
     """
     require_axes(_NAME, mesh, axis=axis, batch=batch)
-    tokens, num_experts = x.shape[0], router_weight.shape[1]
     along = (axis,) if batch is None else (batch, axis)
-    parts = {name: mesh.shape[name] for name in along}
-    share = _shares(tokens, num_experts, mesh, along, axis)
-    _require_options(options, capacity=capacity, block_size=block_size)
-    size = block_size or block_size_for(tokens, k, num_experts)
-    rows = min(capacity or share, share)
+    by_token = dict(x=x, token_mask=token_mask)
+    whole = dict(w=router_weight, w_bias=router_bias, selection_bias=selection_bias)
+    by_expert = dict(
+        gate_up_proj_weight=gate_up_proj_weight,
+        down_proj_weight=down_proj_weight,
+        gate_and_up_proj_bias=gate_and_up_proj_bias,
+        down_proj_bias=down_proj_bias,
+    )
+    tokens, num_experts = _sizes(by_token, whole, by_expert)
+    share = _share(tokens, num_experts, mesh, along)
+    _require_options(options, k, num_experts, capacity=capacity, block_size=block_size)
+    size = int(block_size or block_size_for(tokens, k, num_experts))
+    rows = min(int(capacity or share), share)
     rule = dict(act_fn=act_fn, k=k, router_pre_norm=router_pre_norm)
     rule |= dict(norm_topk_prob=norm_topk_prob, x_hbm_layout=1)
-    by_token, by_expert = P(along), P(axis)
 
     def local(by_token, whole, by_expert):
         x, mask = by_token["x"], by_token["token_mask"]
         logits, index, _, affinity = router_topk(
             x, **whole, **rule, token_mask=mask, return_eager_affi=True
         )
-        plan = _Plan(index, parts[axis], num_experts, rows)
+        plan = _Plan(index, mesh.shape[axis], num_experts, rows)
         held = plan.dispatch(x, affinity, axis)
         y = _experts(*held, by_expert, size, options)
         return plan.combine(y, axis), logits, index
 
-    split = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(by_token, P(), by_expert),
-        out_specs=by_token,
-    )
-    return split(
-        dict(x=x, token_mask=token_mask),
-        dict(w=router_weight, w_bias=router_bias, selection_bias=selection_bias),
-        dict(
-            gate_up_proj_weight=gate_up_proj_weight,
-            down_proj_weight=down_proj_weight,
-            gate_and_up_proj_bias=gate_and_up_proj_bias,
-            down_proj_bias=down_proj_bias,
-        ),
-    )
+    specs = P(along), P(), P(axis)
+    arrays = by_token, whole, by_expert
+    arrays = [laid(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    return split(*arrays)
 
 
-def _shares(
-    tokens: int, num_experts: int, mesh: Mesh, along: tuple[str, ...], axis: str
-) -> int:
+def _sizes(
+    by_token: dict[str, Any], whole: dict[str, Any], by_expert: dict[str, Any]
+) -> tuple[int, int]:
+    """`T` and `E`; refuses shapes here, where they are whole."""
+    x, router = by_token["x"], whole["w"]
+    if np.ndim(x) != 2:
+        raise ValueError(f"{_NAME}: x must have shape [T, H], got {np.shape(x)}")
+    (tokens, width), count = x.shape, np.shape(router)[-1:]
+    d_ff = np.shape(by_expert["gate_up_proj_weight"])[-1:]
+    expected = dict(
+        router_weight=(router, "[H, E]", (width, *count)),
+        token_mask=(by_token["token_mask"], "[T]", (tokens,)),
+    )
+    shapes = dict(
+        gate_up_proj_weight=("[E, H, 2, I]", (*count, width, 2, *d_ff)),
+        down_proj_weight=("[E, I, H]", (*count, *d_ff, width)),
+        gate_and_up_proj_bias=("[E, 2, I]", (*count, 2, *d_ff)),
+        down_proj_bias=("[E, H]", (*count, width)),
+    )
+    expected |= {name: (by_expert[name], *shape) for name, shape in shapes.items()}
+    for name, (array, axes, shape) in expected.items():
+        if array is not None and np.shape(array) != shape:
+            raise ValueError(
+                f"{_NAME}: {name} must have shape {axes} = {shape}, got "
+                f"{np.shape(array)}"
+            )
+    return tokens, *count
+
+
+def _share(tokens: int, num_experts: int, mesh: Mesh, along: tuple[str, ...]) -> int:
     """The tokens of a device; refuses what does not divide."""
-    devices = 1
-    for name in along:
-        devices *= mesh.shape[name]
+    if len(along) > len(set(along)):
+        raise ValueError(f"{_NAME}: batch must be another axis than {along[0]!r}")
+    devices, axis = math.prod(mesh.shape[name] for name in along), along[-1]
     if tokens < 1 or tokens % devices:
         raise ValueError(
             f"{_NAME}: T must be a positive multiple of the {devices} devices that "
@@ -192,9 +217,15 @@ def _shares(
     return tokens // devices
 
 
-def _require_options(options: dict[str, Any], **sizes: int | None) -> None:
+def _require_options(
+    options: dict[str, Any], k: Any, num_experts: int, **sizes: int | None
+) -> None:
+    if not is_count(k) or k > num_experts:
+        raise ValueError(
+            f"{_NAME}: k must be an integer from 1 to E = {num_experts}, got {k!r}"
+        )
     for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if size is not None and not is_count(size):
             raise ValueError(
                 f"{_NAME}: {name} must be a positive integer, got {size!r}"
             )

@@ -1,9 +1,10 @@
 """Meshes named for what their axes split."""
 
 import math
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 LNC = 2
 
@@ -55,3 +56,20 @@ def require_axes(function: str, mesh: Mesh, **axes: str | None) -> None:
                 f"{function}: {argument} must be an axis of the mesh, one of "
                 f"{mesh.axis_names}, got {axis!r}"
             )
+
+
+def laid(mesh: Mesh, arrays: Any, specs: Any) -> Any:
+    """`arrays` as `specs` say, on an explicit mesh: its shard_map takes no others.
+
+    On other meshes shard_map lays them itself. `specs` has the structure of `arrays`,
+    in which a leaf may be None, or is one for all.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return arrays
+    leaves, tree = jax.tree.flatten(arrays, is_leaf=lambda x: x is None)
+    whole = isinstance(specs, PartitionSpec)
+    each = [specs] * len(leaves) if whole else tree.flatten_up_to(specs)
+    return tree.unflatten(
+        None if x is None else jax.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(leaves, each, strict=True)
+    )

@@ -39,6 +39,7 @@ from neuronjax.primitives.blockwise_mm.macro import blockwise_mm
 from neuronjax.primitives.blockwise_mm.macro import blockwise_mm_bwd as backward_macro
 from neuronjax.primitives.blockwise_mm.names import BACKWARD, FORWARD
 from neuronjax.primitives.blockwise_mm.spec import MoECTESpec
+from neuronjax.sharding.mesh import laid
 from neuronjax.sharding.moe_operands import (
     BLOCK_SCALED,
     COLUMN_GRADS,
@@ -103,7 +104,8 @@ def sharded_moe_cte(
         What `moe_cte` returns. The output is whole on every core, with `"hidden"`
         split along `H`. With `"block"` each core's part is rounded to its dtype before
         they are added. Stored activations are split by block, along `I`, or along `H`
-        (down); those of `PING_PONG` in an order that a reader has to gather.
+        (down); those of `PING_PONG` in an order that a reader has to gather. By block
+        on an explicit mesh they are whole.
 
     Raises:
         ValueError: the mesh lacks the axis; its cores cannot share `I` or `H` evenly;
@@ -160,8 +162,9 @@ def _by_weight(
     # The scales of gate and up stand behind each other: each is split.
     is_row = config["quantization"] == "ROW"
     if is_row:
-        scale = ops.gate_up_scale
+        scale = laid(mesh, ops.gate_up_scale, P())
         ops = ops._replace(gate_up_scale=scale.reshape(*scale.shape[:2], 2, -1))
+    split = Operands._make(lies(axes, role, lnc) for role in ops._fields)
 
     def local(ops: Operands) -> tuple[Array, ...]:
         if is_row:
@@ -173,16 +176,16 @@ def _by_weight(
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(Operands._make(lies(axes, role, lnc) for role in ops._fields),),
+        in_specs=(split,),
         out_specs=tuple(lies(axes, role, lnc) for role in outs),
-    )(ops)
+    )(laid(mesh, ops, split))
 
 
 def _by_block(
     mesh: Mesh, lnc: str, ops: Operands, config: dict[str, Any]
 ) -> tuple[Array, ...]:
     """Each core has its part of the blocks."""
-    opts = Options.of(config)
+    opts, ops = Options.of(config), laid(mesh, ops, P())
     # What decides over all blocks (conditions, which slot of a token is the last) is
     # decided before they are dealt; a row that there is not marks an empty slot.
     token = slots_of(ops, opts, sum_dtype(ops)).token
@@ -211,7 +214,8 @@ def _by_block(
         mesh=mesh,
         in_specs=(split,),
         out_specs=(P(), *[dealt] * len(opts.stored)),
-    )(given)
+    )(laid(mesh, given, split))
+    stored = laid(mesh, stored, P())
     return out, *(lax.collapse(x, 0, 3)[: len(expert)] for x in stored)
 
 
@@ -363,12 +367,13 @@ def _backward(
         return in_given_dtypes(ops, grads, shared)
 
     roles = *_STORED, "d_out", "d_gate_up", "d_down"
+    split = (
+        Operands._make(lies(axes, role, lnc) for role in ops._fields),
+        tuple(lies(axes, role, lnc) for role in roles),
+    )
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(
-            Operands._make(lies(axes, role, lnc) for role in ops._fields),
-            tuple(lies(axes, role, lnc) for role in roles),
-        ),
+        in_specs=split,
         out_specs=tuple(lies(grads, role, lnc) for role in config["grads"]),
-    )(ops, given)
+    )(*laid(mesh, (ops, tuple(given)), split))

@@ -40,6 +40,8 @@ def call_of(
 ) -> SimpleNamespace:
     """The call of `function` on one device, refused as `sharded` where it would be."""
     require_axes(sharded, mesh, lnc=lnc)
+    for name in given.keys() - FUNCTIONS[function].signature.parameters.keys():
+        raise TypeError(f"{sharded}() got an unexpected keyword argument {name!r}")
     report = can(function, **given)
     if not report:
         lines = [v.message for v in report.violations if v.tag == "math"]
