@@ -201,8 +201,8 @@ def test_what_a_config_says_reaches_the_experts():
 
 
 def test_over_a_mesh_it_is_the_model_of_one_device():
-    mesh = make_mesh(expert=2)
-    model, one = model_of("qwen3", mesh=mesh), model_of("qwen3")
+    mesh = make_mesh(data=2, expert=2)
+    model, one = model_of("qwen3", mesh=mesh, batch="data"), model_of("qwen3")
     place(model, mesh)
     graph, state = nnx.split(model)
     run = lambda state: nnx.merge(graph, state).with_balance(TOKENS)  # noqa: E731

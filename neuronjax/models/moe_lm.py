@@ -32,6 +32,7 @@ class MoELM(Llama):
         scan_layers: as for `Llama`.
         mesh: devices that share the tokens and experts of each layer, as in `nn.MoE`.
         axis: the mesh axis that splits them.
+        batch: a mesh axis that splits tokens too, each part with all experts.
         dtype: dtype of the computation; `None` keeps that of the parameters.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
@@ -58,11 +59,12 @@ class MoELM(Llama):
         scan_layers: bool = False,
         mesh: Mesh | None = None,
         axis: str = "expert",
+        batch: str | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.mesh, self.axis = mesh, axis
+        self.mesh, self.axis, self.batch = mesh, axis, batch
         types: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype)
         super().__init__(config, scan_layers=scan_layers, **types, rngs=rngs)
 
@@ -89,8 +91,8 @@ class MoELM(Llama):
         )
 
     def _layers(self, scan_layers: bool, rngs: nnx.Rngs, types: dict[str, Any]):
-        types = types | dict(mesh=self.mesh, axis=self.axis)
-        return super()._layers(scan_layers, rngs, types)
+        over = dict(mesh=self.mesh, axis=self.axis, batch=self.batch)
+        return super()._layers(scan_layers, rngs, types | over)
 
     def with_balance(
         self, tokens: Int[Array, "batch seq"]

@@ -1,5 +1,6 @@
 """A mixture of experts as a layer, and the decoder layer that has one."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,8 +54,10 @@ class MoE(nnx.Module):
         checkpoint: `"store"`, or `"recompute"` to save memory in training.
         mesh: devices that share tokens and experts, as in `expert_parallel_moe`: two
             all-to-alls a call, decoding too. Tokens are filled up to a multiple of the
-            devices. Each device's sum is rounded for the way back.
+            devices. Each device's sum is rounded for the way back. Other axes of the
+            mesh hold everything whole.
         axis: the mesh axis that splits them.
+        batch: a mesh axis that splits tokens too, each part with all experts.
         dtype: dtype of the computation; `None` keeps that of the input, to which the
             router's weights are then rounded.
         param_dtype: dtype of the parameters.
@@ -66,7 +69,7 @@ class MoE(nnx.Module):
     (`neuronjax.quantize`) quantizes the shared expert and leaves the others.
 
     Raises:
-        ValueError: `mesh` lacks `axis`; and when called, what the functions refuse.
+        ValueError: `mesh` lacks an axis; and when called, what the functions refuse.
 
     Source:
         Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, equation 1; DeepSeek-AI
@@ -97,12 +100,13 @@ class MoE(nnx.Module):
         checkpoint: str = "store",
         mesh: Mesh | None = None,
         axis: str = "expert",
+        batch: str | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
         if mesh is not None:
-            require_axes("nn.MoE", mesh, axis=axis)
+            require_axes("nn.MoE", mesh, axis=axis, batch=batch)
         lecun, ones = nnx.initializers.lecun_normal, nnx.initializers.ones_init()
         each = lecun(in_axis=1, out_axis=-1, batch_axis=(0, 2))
         shape, names = (num_experts, d_model, 2, d_ff), ("expert", None, None, "tensor")
@@ -121,7 +125,7 @@ class MoE(nnx.Module):
         self.act_fn, self.norm_topk_prob = act_fn, norm_topk_prob
         self.activation, self.norm_eps, self.dtype = activation, norm_eps, dtype
         self.block_size, self.checkpoint = block_size, checkpoint
-        self.mesh, self.axis = mesh, axis
+        self.mesh, self.axis, self.batch = mesh, axis, batch
 
     def __call__(
         self,
@@ -193,8 +197,9 @@ class MoE(nnx.Module):
     def _over_mesh(self, rows: Array, mask: Array | None):
         """The same with tokens and experts over the devices."""
         assert self.mesh is not None
+        axes = [name for name in (self.batch, self.axis) if name is not None]
         tokens = rows.shape[0]
-        spare = -tokens % self.mesh.shape[self.axis]
+        spare = -tokens % math.prod(self.mesh.shape[name] for name in axes)
         if spare:
             mask = jnp.ones(tokens, bool) if mask is None else mask
             mask, rows = jnp.pad(mask, (0, spare)), jnp.pad(rows, ((0, spare), (0, 0)))
@@ -206,6 +211,7 @@ class MoE(nnx.Module):
             at_dtype(self.down, self.dtype),
             k=self.experts_per_token,
             axis=self.axis,
+            batch=self.batch,
             token_mask=mask,
             block_size=self.block_size,
             activation_function=self.activation,
@@ -273,7 +279,7 @@ class MoEDecoderLayer(DecoderLayer):
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
         **experts: further arguments of `MoE`, by name: its shared expert, its router,
-            its activation, `block_size`, `checkpoint`, `mesh` and `axis`.
+            its activation, `block_size`, `checkpoint`, `mesh` and its axes.
 
     Source:
         Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.
