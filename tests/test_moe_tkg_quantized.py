@@ -1,5 +1,7 @@
 """A decode step's experts with quantized weights, and on tiles."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -160,9 +162,14 @@ def test_tiles_equal_tensors(form, quantized):
     def on_tiles(live):
         return emit.expert_mlps_kernel(**_tiles(given | live)).to_tensor()
 
-    np.testing.assert_allclose(on_tiles(live), run(given), rtol=1e-5, atol=1e-6)
-    found = jax.grad(lambda live: jnp.sin(on_tiles(live)).sum())(live)
-    wanted = jax.grad(lambda live: jnp.sin(run(given, **live)).sum())(live)
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(fun, live):
+        gradient = jax.grad(lambda live: jnp.sin(fun(live)).sum())
+        return fun(live), gradient(live)
+
+    out, found = both(on_tiles, live)
+    exact, wanted = both(lambda live: run(given, **live), live)
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-6)
     for key in live:
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-4, atol=1e-5)
     names = neuronjax.trace(on_tiles, live).names
