@@ -130,8 +130,9 @@ def expert_parallel_moe(
         >>> from neuronjax.sharding.mesh import make_mesh
         >>> x, router = jnp.ones((2, 4)), jnp.eye(4)
         >>> gate_up, down = jnp.ones((4, 4, 2, 3)), jnp.ones((4, 3, 4))
-        >>> out, logits, index = expert_parallel_moe(
+        >>> run = lambda x: expert_parallel_moe(
         ...     make_mesh(expert=1), x, router, gate_up, down, k=2)
+        >>> out, logits, index = jax.jit(run)(x)
         >>> out.shape, index.tolist()
         ((2, 4), [[0, 1], [0, 1]])
     """
