@@ -7,8 +7,6 @@ A hidden state that comes quantized has no gradient; that of the rest is then th
 the leaf with static loop bounds, whose experts do not round that state again.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,29 +96,15 @@ def _gradient(key: str, grads: dict[str, Any], x: Any, is_tiled: bool) -> Any:
     return retiled(grads[key], TILE_AXES[key]) if is_tiled else grads[key]
 
 
-def _of_whole_tokens(leaf: Callable[..., tuple]) -> Callable[..., tuple]:
-    """`leaf`, which refuses tokens that an explicit mesh divides."""
-
-    @functools.wraps(leaf)
-    def checked(*operands: Any, **config: Any) -> tuple:
-        arrays = (x for x in operands if x is not None)
-        specs = [jax.typeof(x).sharding.spec for x in arrays]
-        if any(axis is not None for spec in specs for axis in spec):
-            raise NotImplementedError(f"{NAME}: {_DIVIDED}")
-        return leaf(*operands, **config)
-
-    return checked
-
-
 expert_mlps = MacroFamily(
     "expert_mlps",
     (NAME,),
-    _of_whole_tokens(expert_mlps_fwd),
+    expert_mlps_fwd,
     plain=expert_mlps_plain,
     outputs=("out",),
     backward=_emit_backward,
-    static=_of_whole_tokens(expert_mlps_static),
-    tangent_leaf=_of_whole_tokens(expert_mlps_static),
+    static=expert_mlps_static,
+    tangent_leaf=expert_mlps_static,
     example=example,
     variants=VARIANTS,
     refuses={"explicit sharding": _DIVIDED},
