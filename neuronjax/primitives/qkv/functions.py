@@ -168,7 +168,8 @@ def qkv(
         ValueError: the arguments break a rule; one error lists all of them. Or a scale
             that divides is not positive and finite, or a slot lies outside the caches
             or is named twice, where their values are known while tracing.
-        NotImplementedError: an option is not built yet.
+        NotImplementedError: `quantization_type` is STATIC_MX, `is_h_dim_4h_transposed`
+            is set, or a buffer manager is given.
 
     Source:
         aws-neuron/nki-library, `core/qkv/qkv.py`.
@@ -275,7 +276,8 @@ def qkv_cte(
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them.
-        NotImplementedError: an option is not built yet.
+        NotImplementedError: `quantization_type` is STATIC_MX, `is_input_swizzled` is
+            set, or a buffer manager is given.
 
     Source:
         aws-neuron/nki-library, `core/qkv/qkv_cte.py`.
@@ -339,7 +341,8 @@ def qkv_tkg(
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them.
-        NotImplementedError: an option is not built yet.
+        NotImplementedError: `is_h_dim_4h_transposed` is set, or a buffer manager is
+            given.
 
     Source:
         aws-neuron/nki-library, `core/qkv/qkv_tkg.py`.
