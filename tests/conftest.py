@@ -1,5 +1,6 @@
 """Eight CPU devices, strict dtype promotion, and shape checks inside the kernels."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -12,6 +13,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 with install_import_hook("neuronjax.kernels", "beartype.beartype"):
     import neuronjax  # noqa: F401
+
+_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs_at_once():
+    """Let go of compiled programs: each holds memory maps, of which a process has 65530."""
+    yield
+    if next(_run) % 200 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
