@@ -4,11 +4,14 @@ import contextlib
 import enum
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from neuronjax.tools.draw_commands import draw
+from neuronjax.tools.errors import one_line_errors
 
 app = typer.Typer(
     name="neuronjax",
@@ -17,7 +20,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-draw = typer.Typer(help="Draws what sees what in attention.", no_args_is_help=True)
 app.add_typer(draw, name="draw")
 _stderr = Console(stderr=True)
 
@@ -69,7 +71,7 @@ def run(
     ] = None,
 ) -> None:
     """Continues PROMPT with MODEL; the text streams to standard output."""
-    with _one_line_errors():
+    with one_line_errors():
         _start_devices(devices)
         from neuronjax.models.pretrained import load_pretrained
         from neuronjax.tools.evaluate import quantized
@@ -108,7 +110,7 @@ def trace(
     dtype: _DtypeOption = Dtype.float32,
 ) -> None:
     """Lists the macros of MODEL: of prefill and of one decode step."""
-    with _one_line_errors():
+    with one_line_errors():
         from neuronjax.models.checkpoint import read_config
         from neuronjax.models.hub import locate
         from neuronjax.tools.trace_llama import trace_llama
@@ -140,7 +142,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Reports the perplexity of TEXT under MODEL, in float32 and quantized."""
-    with _one_line_errors():
+    with one_line_errors():
         from neuronjax.tools import evaluate as evaluation
         from neuronjax.tools.text import standard_library_text
 
@@ -153,119 +155,6 @@ def evaluate(
         Console(width=None if Console().is_terminal else 100).print(
             evaluation.table(rows, window)
         )
-
-
-_Out = Annotated[
-    pathlib.Path | None, typer.Option(help="write an image, such as mask.png")
-]
-_Sink = Annotated[bool, typer.Option("--sink", help="one more logit of each head")]
-
-
-@draw.command("attention")
-def draw_attention(
-    q_len: Annotated[int, typer.Argument(help="queries")],
-    kv_len: Annotated[
-        int | None, typer.Argument(help="keys; as many as queries unless given")
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal/--full", help="no query sees a later key")
-    ] = True,
-    window: Annotated[
-        int | None, typer.Option(help="keys that a query sees, itself among them")
-    ] = None,
-    sink: _Sink = False,
-    prior: Annotated[int, typer.Option(help="slots of a prefix")] = 0,
-    used: Annotated[
-        int | None, typer.Option(help="of its slots; all unless given")
-    ] = None,
-    pack: Annotated[
-        str, typer.Option(help="lengths of packed sequences, by commas")
-    ] = "",
-    cp_degree: Annotated[
-        int | None, typer.Option(help="devices that share the queries")
-    ] = None,
-    cp_offset: Annotated[
-        int | None, typer.Option(help="position of the first query")
-    ] = None,
-    strided: Annotated[
-        bool, typer.Option("--strided", help="queries are every CP_DEGREEth token")
-    ] = False,
-    out: _Out = None,
-) -> None:
-    """Draws what the queries of prefill attention see."""
-    with _one_line_errors():
-        from neuronjax.tools.draw import attention_picture
-
-        picture = attention_picture(
-            q_len,
-            kv_len,
-            causal=causal,
-            window=window,
-            sink=sink,
-            prior=prior,
-            used=used,
-            pack=_numbers("--pack", pack),
-            cp_degree=cp_degree,
-            cp_offset=cp_offset,
-            strided=strided,
-        )
-        _show(picture, out)
-
-
-@draw.command("decode")
-def draw_decode(
-    slots: Annotated[int, typer.Argument(help="slots of the cache, new tokens last")],
-    position: Annotated[int, typer.Argument(help="of the first new token")],
-    active: Annotated[int, typer.Option(help="new tokens")] = 1,
-    window: Annotated[
-        int | None, typer.Option(help="tokens that are seen, the new one among them")
-    ] = None,
-    sink: _Sink = False,
-    block_len: Annotated[
-        int, typer.Option(help="slots of a cache block; 0 is a flat, circular cache")
-    ] = 0,
-    table: Annotated[
-        str, typer.Option(help="blocks of the sequence in its order, by commas")
-    ] = "",
-    out: _Out = None,
-) -> None:
-    """Draws what the new tokens of decode attention see."""
-    with _one_line_errors():
-        from neuronjax.tools.draw import decode_picture
-
-        picture = decode_picture(
-            slots,
-            position,
-            active=active,
-            window=window,
-            sink=sink,
-            block_len=block_len,
-            table=_numbers("--table", table),
-        )
-        _show(picture, out)
-
-
-def _show(picture, out: pathlib.Path | None) -> None:
-    """Prints the picture, or writes it to a file."""
-    if out is not None:
-        picture.save(out)
-        return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, picture.width))
-    if picture.width > console.width:
-        raise ValueError(
-            f"draw: a line has {picture.width} characters and the terminal "
-            f"{console.width}: --out mask.png writes an image"
-        )
-    console.print(picture)
-
-
-def _numbers(option: str, given: str) -> list[int]:
-    try:
-        return [int(word) for word in given.split(",")] if given else []
-    except ValueError:
-        raise ValueError(f"{option}: expected 3,5 and alike, got {given}") from None
 
 
 def _read(text: pathlib.Path) -> str:
@@ -357,16 +246,3 @@ def _spread(model, count: int) -> None:
     from neuronjax.sharding.placement import place
 
     place(model, make_mesh(tensor=count))
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A user's mistake is one line and exit code 2, not a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, NotImplementedError, ImportError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, ImportError) and "pip install" not in words:
-            words += ": pip install 'neuronjax[models]'"
-        typer.echo(f"neuronjax: {words}", err=True)
-        raise typer.Exit(2) from None

@@ -1,0 +1,123 @@
+"""The `neuronjax draw` commands: pictures in a terminal or in a file."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from neuronjax.tools.errors import one_line_errors
+
+draw = typer.Typer(help="Draws what sees what in attention.", no_args_is_help=True)
+
+_Out = Annotated[
+    pathlib.Path | None, typer.Option(help="write an image, such as mask.png")
+]
+_Sink = Annotated[bool, typer.Option("--sink", help="one more logit of each head")]
+
+
+@draw.command("attention")
+def draw_attention(
+    q_len: Annotated[int, typer.Argument(help="queries")],
+    kv_len: Annotated[
+        int | None, typer.Argument(help="keys; as many as queries unless given")
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal/--full", help="no query sees a later key")
+    ] = True,
+    window: Annotated[
+        int | None, typer.Option(help="keys that a query sees, itself among them")
+    ] = None,
+    sink: _Sink = False,
+    prior: Annotated[int, typer.Option(help="slots of a prefix")] = 0,
+    used: Annotated[
+        int | None, typer.Option(help="of its slots; all unless given")
+    ] = None,
+    pack: Annotated[
+        str, typer.Option(help="lengths of packed sequences, by commas")
+    ] = "",
+    cp_degree: Annotated[
+        int | None, typer.Option(help="devices that share the queries")
+    ] = None,
+    cp_offset: Annotated[
+        int | None, typer.Option(help="position of the first query")
+    ] = None,
+    strided: Annotated[
+        bool, typer.Option("--strided", help="queries are every CP_DEGREEth token")
+    ] = False,
+    out: _Out = None,
+) -> None:
+    """Draws what the queries of prefill attention see."""
+    with one_line_errors():
+        from neuronjax.tools.draw import attention_picture
+
+        picture = attention_picture(
+            q_len,
+            kv_len,
+            causal=causal,
+            window=window,
+            sink=sink,
+            prior=prior,
+            used=used,
+            pack=_numbers("--pack", pack),
+            cp_degree=cp_degree,
+            cp_offset=cp_offset,
+            strided=strided,
+        )
+        _show(picture, out)
+
+
+@draw.command("decode")
+def draw_decode(
+    slots: Annotated[int, typer.Argument(help="slots of the cache, new tokens last")],
+    position: Annotated[int, typer.Argument(help="of the first new token")],
+    active: Annotated[int, typer.Option(help="new tokens")] = 1,
+    window: Annotated[
+        int | None, typer.Option(help="tokens that are seen, the new one among them")
+    ] = None,
+    sink: _Sink = False,
+    block_len: Annotated[
+        int, typer.Option(help="slots of a cache block; 0 is a flat, circular cache")
+    ] = 0,
+    table: Annotated[
+        str, typer.Option(help="blocks of the sequence in its order, by commas")
+    ] = "",
+    out: _Out = None,
+) -> None:
+    """Draws what the new tokens of decode attention see."""
+    with one_line_errors():
+        from neuronjax.tools.draw import decode_picture
+
+        picture = decode_picture(
+            slots,
+            position,
+            active=active,
+            window=window,
+            sink=sink,
+            block_len=block_len,
+            table=_numbers("--table", table),
+        )
+        _show(picture, out)
+
+
+def _show(picture, out: pathlib.Path | None) -> None:
+    """Prints the picture, or writes it to a file."""
+    if out is not None:
+        picture.save(out)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, picture.width))
+    if picture.width > console.width:
+        raise ValueError(
+            f"draw: a line has {picture.width} characters and the terminal "
+            f"{console.width}: --out mask.png writes an image"
+        )
+    console.print(picture)
+
+
+def _numbers(option: str, given: str) -> list[int]:
+    try:
+        return [int(word) for word in given.split(",")] if given else []
+    except ValueError:
+        raise ValueError(f"{option}: expected 3,5 and alike, got {given}") from None

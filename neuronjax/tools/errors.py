@@ -1,0 +1,19 @@
+"""A mistake at the command line."""
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A user's mistake is one line and exit code 2, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ImportError) and "pip install" not in words:
+            words += ": pip install 'neuronjax[models]'"
+        typer.echo(f"neuronjax: {words}", err=True)
+        raise typer.Exit(2) from None
