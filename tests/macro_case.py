@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax.kernels.dtypes import accumulator, is_differentiable
@@ -14,9 +16,12 @@ NAMES = registry.examples()
 
 
 class MacroCase:
-    """The example of one NAME, as the macro and as its plain reference."""
+    """The example of one NAME, as the macro and as its plain reference.
 
-    def __init__(self, label, dtype="float32", batch=2):
+    Where cores cooperate in the leaf, both run under `shard_map` over `ranks` devices.
+    """
+
+    def __init__(self, label, dtype="float32", batch=2, ranks=2, kind=AxisType.Auto):
         self.label, self.name = label, label.split(" ")[0]
         self.dtype, self.batch = dtype, batch
         self.family = registry.family_of(label)
@@ -24,16 +29,45 @@ class MacroCase:
         self.flat, self.tree = jax.tree.flatten(example.operands)
         self.config = dict(example.config)
         self.split, self.out_split = example.split, example.out_split
+        self.grows = example.grows or example.split
+        self.axis, self.ranks = example.axis, ranks
+        if self.axis is not None:
+            self.mesh = jax.make_mesh(
+                (ranks,), (self.axis,), (kind,), devices=jax.devices()[:ranks]
+            )
+            self.flat = [self._placed(x, i) for i, x in enumerate(self.flat)]
         assert len(self.split) == len(self.flat)
         self.floats = [i for i, x in enumerate(self.flat) if is_float(x)]
 
     def macro(self, *flat):
-        operands = jax.tree.unflatten(self.tree, flat)
-        return self.family(*operands, name=self.name, **self.config)
+        return self._on_ranks(self.family)(*flat)
 
     def plain(self, *flat):
-        operands = jax.tree.unflatten(self.tree, flat)
-        return tuple(self.family.plain(*operands, name=self.name, **self.config))
+        return self._on_ranks(self.family.plain)(*flat)
+
+    def _on_ranks(self, fun):
+        def call(*flat):
+            operands = jax.tree.unflatten(self.tree, flat)
+            return tuple(fun(*operands, name=self.name, **self.config))
+
+        if self.axis is None:
+            return call
+        return jax.shard_map(
+            call,
+            mesh=self.mesh,
+            in_specs=tuple(self.specs(self.split)),
+            out_specs=tuple(self.specs(self.out_split)),
+        )
+
+    def _placed(self, x, i):
+        """`x` on all devices of the mesh, whole; divided if the mesh is Explicit."""
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        spec = self.specs(self.split)[i] if explicit else P()
+        return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+    def specs(self, axes):
+        """How the mesh axis divides arrays along `axes`."""
+        return [P() if axis is None else P(*[None] * axis, self.axis) for axis in axes]
 
     def reference(self, *flat):
         """The plain reference, compiled: one program instead of one an operation."""
@@ -53,7 +87,7 @@ class MacroCase:
     @property
     def wanted(self):
         """What the plain reference gives for the example: outputs and gradients."""
-        return _wanted(self.label, self.dtype, self.batch)
+        return _wanted(self.label, self.dtype, self.batch, self.ranks)
 
     def of_floats(self, fun, flat=None):
         """`fun` as a function of its float operands alone."""
@@ -77,8 +111,8 @@ class MacroCase:
 
 
 @functools.cache
-def _wanted(label, dtype, batch):
-    case = MacroCase(label, dtype, batch)
+def _wanted(label, dtype, batch, ranks):
+    case = MacroCase(label, dtype, batch, ranks)
     return case.both(case.plain, *case.flat)
 
 

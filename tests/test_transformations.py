@@ -192,8 +192,8 @@ def _(case):
         assert_close(got(*case.live), case.wanted[1], GRADIENT)
 
 
-def _spec(axis, mesh_axis="data"):
-    return P() if axis is None else P(*[None] * axis, mesh_axis)
+def _spec(axis):
+    return P() if axis is None else P(*[None] * axis, "data")
 
 
 def _sharded(case, devices):
@@ -218,8 +218,9 @@ def _sharded(case, devices):
 
 
 def _shard_map(name, devices):
-    case = MacroCase(name, batch=2 * devices)
-    outs, got = case.both(_sharded(case, devices), *case.flat)
+    case = MacroCase(name, batch=2 * devices, ranks=devices)
+    call = _sharded(case, devices) if case.axis is None else case.macro
+    outs, got = case.both(call, *case.flat)
     assert_close(outs, case.wanted[0])
     assert_close(got, case.wanted[1], GRADIENT)
 
@@ -236,6 +237,8 @@ def _(case):
         (2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2]
     )
     with jax.set_mesh(mesh):
+        if case.axis is not None:
+            case = MacroCase(case.label, kind=AxisType.Explicit)
         flat = [
             jax.device_put(x, NamedSharding(mesh, _spec(axis)))
             for x, axis in zip(case.flat, case.split, strict=True)
@@ -283,7 +286,7 @@ def _(case):
             tuple(n // 2 * batch if i == axis else n for i, n in enumerate(x.shape)),
             x.dtype,
         )
-        for x, axis in zip(case.flat, case.split, strict=True)
+        for x, axis in zip(case.flat, case.grows, strict=True)
     ]
     saved = export.export(jax.jit(case.macro))(*shapes)
     call = export.deserialize(saved.serialize()).call

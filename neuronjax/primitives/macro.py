@@ -46,12 +46,18 @@ class Example:
         split: for each array of `operands`, in order, the axis that a batch-parallel
             mesh may split, or `None` for one that every device holds whole.
         out_split: the same for each output.
+        axis: the mesh axis over which cores cooperate in the leaf: the operands are
+            those of all ranks, and `split` says how that axis divides them.
+        grows: for each array of `operands` the axis whose size follows `batch`; that
+            of `split` unless given.
     """
 
     operands: tuple[Any, ...]
     config: Mapping[str, Any]
     split: tuple[int | None, ...]
     out_split: tuple[int | None, ...]
+    axis: str | None = None
+    grows: tuple[int | None, ...] | None = None
 
 
 class MacroFamily:
@@ -91,6 +97,8 @@ class MacroFamily:
         axis: the key of the config bag that names a mesh axis, if its cores cooperate
             in the leaf. There operands keep their types: the gradient of one that all
             cores hold alike must come out alike, summed by the leaf.
+        over: the key of the config bag that names the mesh axis of a collective: all
+            operands are cast to vary over it.
         guard: the NAMEs that the refusal of a foreign one lists.
         example: `example(name, dtype, batch)` gives an `Example`.
         variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
@@ -120,6 +128,7 @@ class MacroFamily:
             config
         ),
         axis: str = "",
+        over: str = "",
         guard: Sequence[str] = (),
         variants: Sequence[str] = (),
         keyed: bool = False,
@@ -131,6 +140,7 @@ class MacroFamily:
         self.tangent_leaf = tangent_leaf or leaf
         self.outputs, self.backward = outputs, backward
         self.differentiated, self.axis = differentiated, axis
+        self.over = over
         self.example, self.variants, self.keyed = example, tuple(variants), keyed
         self.refuses = dict(refuses or {})
         self.no_derivative = no_derivative
@@ -163,7 +173,8 @@ class MacroFamily:
         if settings().plain:
             return tuple(self.plain(*operands, name=name, **config))
         leaves, tree = jax.tree.flatten(operands)
-        leaves = uniform(*map(jnp.asarray, leaves), but=config.get(self.axis))
+        cast = dict(but=config.get(self.axis), over=config.get(self.over))
+        leaves = uniform(*map(jnp.asarray, leaves), **cast)
         bag = tuple(sorted(config.items()))
         return tuple(
             self.macro_p.bind(*leaves, name=name, config=bag, tree=tree, axes=())
@@ -184,9 +195,9 @@ class MacroFamily:
         if reason and any(any(jax.typeof(x).sharding.spec) for x in leaves):
             raise NotImplementedError(f"{name}: {reason}")
 
-    def static_jaxpr(self, avals: Sequence[Any], **params: Any) -> Any:
-        """What an equation of this family computes, with static loop bounds."""
-        return self._fun(**params, static=True).trace(*avals).jaxpr
+    def static_call(self, **params: Any) -> Any:
+        """What an equation of this family computes, jitted, with static loop bounds."""
+        return self._fun(**params, static=True)
 
     def _build_fun(self, *, name, config, tree, axes, static=False):
         """The jitted math: flat operands to a list of outputs, under the NAME."""

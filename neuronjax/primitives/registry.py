@@ -101,6 +101,8 @@ _SOURCE = [
         "fine_grained_reduce_scatter_kernel",
     ),
     Entry("SB2SBAllGather", "collective_matmul", "generic", "sb2sb_all_gather_kernel"),
+    Entry("CollectiveMatmulBwd", "collective_matmul", "generic"),
+    Entry("SB2SBAllGatherBwd", "collective_matmul", "generic"),
     Entry("AttentionBlockTkg", "attention", "generic", "attention_block_tkg_kernel"),
     Entry("TopKReduce", "router_topk", "generic", "top_k_reduce_kernel"),
     Entry("Conv1D", "conv", "generic", "conv1d_kernel"),

@@ -4,10 +4,14 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from neuronjax.primitives import registry
 from neuronjax.primitives.macro import MacroFamily
@@ -99,8 +103,8 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Trace:
     """
     jaxpr = jax.make_jaxpr(fun)(*args, **kwargs).jaxpr
     counts: collections.Counter[MacroRow] = collections.Counter()
-    for eqn, family, times in _macros(jaxpr, 1):
-        counts[_row(eqn, family)] += times
+    for eqn, family, times, mesh in _macros(jaxpr, 1, None):
+        counts[_row(eqn, family, mesh)] += times
     return Trace(tuple(dataclasses.replace(r, count=n) for r, n in counts.items()))
 
 
@@ -111,6 +115,13 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
             yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
 
 
+class _Manual(NamedTuple):
+    """The mesh of a `shard_map`, and the axes that are manual inside it."""
+
+    mesh: Mesh | AbstractMesh
+    axes: frozenset[str]
+
+
 def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
@@ -119,16 +130,22 @@ def _repeats(eqn: JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
-def _macros(jaxpr: Jaxpr, times: int) -> Iterator[tuple[JaxprEqn, MacroFamily, int]]:
+def _macros(
+    jaxpr: Jaxpr, times: int, mesh: _Manual | None
+) -> Iterator[tuple[JaxprEqn, MacroFamily, int, _Manual | None]]:
     for eqn in jaxpr.eqns:
         family = registry.FAMILIES.get(eqn.primitive.name)
         if family is not None:
-            yield eqn, family, times
+            yield eqn, family, times, mesh
+        if eqn.primitive.name == "shard_map":
+            inside = _Manual(eqn.params["mesh"], frozenset(eqn.params["manual_axes"]))
+        else:
+            inside = mesh
         for inner in inner_jaxprs(eqn):
-            yield from _macros(inner, times * _repeats(eqn))
+            yield from _macros(inner, times * _repeats(eqn), inside)
 
 
-def _row(eqn: JaxprEqn, family: MacroFamily) -> MacroRow:
+def _row(eqn: JaxprEqn, family: MacroFamily, mesh: _Manual | None) -> MacroRow:
     name, config = eqn.params["name"], eqn.params["config"]
     entry = registry.resolve_kernel_config(name)
     avals: list[Any] = [v.aval for v in eqn.invars]
@@ -142,9 +159,35 @@ def _row(eqn: JaxprEqn, family: MacroFamily) -> MacroRow:
         tuple(aval.str_short(short_dtypes=True) for aval in avals),
         config,
         len(eqn.params["axes"]),
-        _flops(family.static_jaxpr(avals, **eqn.params).jaxpr),
+        _flops(_leaf_jaxpr(family, avals, eqn.params, mesh)),
         sum(math.prod(a.shape) * a.dtype.itemsize for a in values),
     )
+
+
+def _leaf_jaxpr(
+    family: MacroFamily, avals: list[Any], params: Any, mesh: _Manual | None
+) -> Jaxpr:
+    """What a macro computes; inside `shard_map` its leaf may name the mesh's axes."""
+    call = family.static_call(**params)
+    if mesh is None:
+        return call.trace(*avals).jaxpr.jaxpr
+
+    def leaf():
+        call(*map(_like, avals))
+        return 0
+
+    axes = set(mesh.axes)
+    inside = jax.shard_map(
+        leaf, mesh=mesh.mesh, in_specs=(), out_specs=P(), axis_names=axes
+    )
+    return jax.make_jaxpr(inside)().jaxpr
+
+
+def _like(aval: Any) -> jax.Array:
+    """An array of the shape, dtype and varying axes of `aval`."""
+    x = jnp.zeros(aval.shape, aval.dtype)
+    axes = tuple(sorted(aval.mat.varying, key=str))
+    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def _shape(var: Any) -> tuple[int, ...]:

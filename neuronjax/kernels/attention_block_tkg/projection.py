@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from neuronjax.kernels import output_projection as plain_weight
 from neuronjax.kernels import output_projection_quantized as quantized_weight
+from neuronjax.kernels.attention_block_tkg import ranks
 from neuronjax.kernels.attention_block_tkg.operands import Operands
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.qkv import projection as qkv
@@ -77,7 +78,8 @@ def projected_bwd(
         bwd = quantized_weight.quantized_output_projection_bwd
         found, dbias = bwd(*operands, o.out_scale, o.out_in_scale, d_out, **config)
         dw = None
-    return found.transpose(1, 2, 0, 3), dict(w_out=dw, bias_out=dbias)
+    d_heads = ranks.all_columns_bwd(found.transpose(1, 2, 0, 3), c)
+    return d_heads, dict(w_out=dw, bias_out=dbias)
 
 
 def _wide(o: Operands) -> jnp.dtype:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from neuronjax.kernels.shard_common import uniform
+from neuronjax.kernels.shard_common import uniform, varying
 
 
 def own_batch(x: jax.Array, c: Any) -> jax.Array:
@@ -61,6 +61,13 @@ def all_sinks_bwd(d_sink: jax.Array, num_heads: int, own: int, c: Any) -> jax.Ar
     if c.kvdp == 1 or own != num_heads:
         return d_sink
     return lax.psum_scatter(d_sink, c.axis, scatter_dimension=0, tiled=True)
+
+
+def all_columns_bwd(d_heads: jax.Array, c: Any) -> jax.Array:
+    """The cotangent of heads that all cores hold, from each core's own columns."""
+    if c.lnc_axis is None or c.lnc_axis not in varying(d_heads):
+        return d_heads
+    return lax.psum(d_heads, c.lnc_axis)
 
 
 def zeros_like(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What leaves share: casts of fresh arrays, and contractions that any mesh can type."""
+"""Casts of fresh arrays, and contractions that any mesh can type."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,15 +18,20 @@ def varying(x: jax.Array) -> frozenset:
     return frozenset(getattr(jax.typeof(x).mat, "varying", ()))
 
 
-def uniform(*arrays: jax.Array, but: str | None = None) -> list[jax.Array]:
+def uniform(
+    *arrays: jax.Array, but: str | None = None, over: str | None = None
+) -> list[jax.Array]:
     """Casts arrays to the union of their varying mesh axes, without the axis `but`.
 
-    The transpose of the cast is a sum over those axes: that makes the gradient of a
+    They vary over the axis `over` as well, where that is an axis of a mesh. The
+    transpose of the cast is a sum over those axes: that makes the gradient of a
     replicated operand right. Axes are sorted so that every host builds one program.
     """
     axes = [varying(x) for x in arrays]
+    if over is not None:
+        axes.append(varying(lax.axis_index(over)))  # empty for an axis of `vmap`
     union = frozenset().union(*axes) - {but}
-    missing = [tuple(sorted(union - own, key=str)) for own in axes]
+    missing = [tuple(sorted(union - varying(x), key=str)) for x in arrays]
     return [
         lax.pcast(x, more, to="varying") if more else x
         for x, more in zip(arrays, missing, strict=True)

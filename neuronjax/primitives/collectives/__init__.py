@@ -1,0 +1,1 @@
+"""Collectives as macros: rings that gather or reduce, with a product or without."""
