@@ -1,8 +1,5 @@
 """Operands of attention over a mesh, the same on one device, and what crosses."""
 
-import collections
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import neuronjax
+from tests.hlo import collectives
 
 DEVICES = (2, 3, 5, 8)
 BY_HEAD = {"q", "k", "v", "k_prior", "v_prior", "sink", "bias", "mask"}
@@ -117,16 +115,6 @@ def agree(run, wanted, arrays):
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-
-
-KINDS = "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
-
-
-def collectives(fun, *args):
-    """How often each collective stands in the compiled program."""
-    program = jax.jit(fun).lower(*args).compile().as_text()
-    found = re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", program)
-    return dict(collections.Counter(found))
 
 
 def costs(mesh, function, specs, option, seq=6):

@@ -1,7 +1,5 @@
 """The decode block over ranks: two all-gathers, and the results of one device."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,6 +10,7 @@ import neuronjax
 from neuronjax.sharding import sharded_attention_block_tkg
 from tests.attention_block_case import call, operands, sizes
 from tests.attention_block_loss import split, weighed
+from tests.hlo import collectives
 from tests.macro_case import error
 
 OPTIONS = dict(rmsnorm_X_enabled=True, rmsnorm_QK_pre_rope_enabled=True)
@@ -55,13 +54,6 @@ def placed(mesh, arrays):
         queries = jax.device_put(arrays[key][:, : -2 * width], columns)
         found[key] = queries, found[key][:, -2 * width :]
     return found
-
-
-def collectives(fun, *args):
-    text = str(jax.jit(fun).lower(*args).compile().as_text())
-    kinds = "collective-permute all-gather all-reduce all-to-all reduce-scatter"
-    found = {k: len(re.findall(rf" {k}(?:-start)?\(", text)) for k in kinds.split()}
-    return {k: count for k, count in found.items() if count}
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])

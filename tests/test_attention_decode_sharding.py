@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from neuronjax.emit import attention_tkg_fwd_kernel
 from neuronjax.sharding import make_mesh, sharded_attention_tkg
-from tests.attention_mesh import DEVICES, collectives
+from tests.attention_mesh import DEVICES
 from tests.decode_case import draw
+from tests.hlo import collectives
 
 FLOATS = ("q", "k_active", "v_active", "k_prior", "v_prior", "sink", "inv_freqs")
 

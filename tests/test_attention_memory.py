@@ -1,13 +1,11 @@
 """Attention's temporaries grow with the sequence and never with its square."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import neuronjax
+from tests.hlo import Program, program
 
 SIZES = 1024, 2048, 4096
 OPTIONS = dict(
@@ -42,12 +40,6 @@ def _compiled(seq, gradient, options):
     return lowered.compile()
 
 
-def _squares(text, seq):
-    """Types of the program with as many elements as all scores of one head."""
-    types = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", text)
-    return [x for x in types if math.prod(map(int, x.split(","))) >= seq * seq]
-
-
 @pytest.mark.parametrize(
     ("name", "gradient"),
     [("causal", False), ("window", False), *((name, True) for name in OPTIONS)],
@@ -55,9 +47,8 @@ def _squares(text, seq):
 def test_temporary_memory_is_linear_in_the_sequence(name, gradient):
     sizes = SIZES if gradient and name in ("causal", "window") else SIZES[::2]
     compiled = [_compiled(seq, gradient, OPTIONS[name]) for seq in sizes]
-    texts = [program.as_text() for program in compiled]
-    for text, seq in zip(texts, sizes, strict=True):
-        assert not _squares(text, seq)
+    for each, seq in zip(compiled, sizes, strict=True):
+        assert not Program(each.as_text()).large(seq * seq)
     used = [x.memory_analysis().temp_size_in_bytes for x in compiled]
     # All scores of one head would be 64 MiB at 4096.
     assert used[-1] < 8 << 20
@@ -71,5 +62,5 @@ def test_the_search_for_squares_finds_them():
         return jax.nn.softmax(q @ k.T) @ k
 
     row = jax.ShapeDtypeStruct((1024, 4), jnp.float32)
-    text = jax.jit(plain).lower(row, row).compile().as_text()
-    assert _squares(text, 1024) and not _squares(text, 2048)
+    found = program(plain, row, row)
+    assert found.large(1024**2) and not found.large(2048**2)

@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax.sharding import expert_parallel_moe, make_mesh
-from tests.attention_mesh import collectives
+from tests.hlo import collectives
 from tests.plain_moe import plain_moe
 
 K, EXPERTS = 3, 8

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 import neuronjax
+from tests import hlo
 from tests.moe_case import CASES, CLAMPS, Case, compare, exact, program
 from tests.moe_equations import FLOATS, Moe
 from tests.moe_mx import Block
@@ -296,12 +296,6 @@ def test_the_backward_holds_six_products_and_repeats_none_of_the_forward(name):
     assert forward + backward < again <= 2 * forward + backward
 
 
-def _large(text, elements):
-    """Types of a compiled program with at least so many elements."""
-    types = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", text)
-    return {x for x in types if np.prod(list(map(int, x.split(",")))) >= elements}
-
-
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(checkpoint="recompute")])
 def test_temporaries_hold_no_weight_of_each_block_and_no_expert_of_each_token(
@@ -317,7 +311,7 @@ def test_temporaries_hold_no_weight_of_each_block_and_no_expert_of_each_token(
     # The stored gate and up are [N, 2, I, B], one row for each slot.
     slots = case.count * case.block * 2 * 32
     assert max(operands, slots) < least
-    assert not _large(compiled.as_text(), least)
+    assert not hlo.Program(compiled.as_text()).large(least)
     everything = sum(x.nbytes for x in floats.values())
     stored = 0 if options else 4 * case.count * case.block * (2 * 24 + 32)
     used = compiled.memory_analysis().temp_size_in_bytes
@@ -331,5 +325,4 @@ def test_the_search_for_large_types_finds_a_gathered_weight():
     shapes = (64, 4, 32), (8, 32, 24), (64,)
     types = "float32", "float32", "int32"
     given = map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, types))
-    text = jax.jit(plain).lower(*given).compile().as_text()
-    assert _large(text, 64 * 32 * 24)
+    assert hlo.program(plain, *given).large(64 * 32 * 24)

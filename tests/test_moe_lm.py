@@ -12,7 +12,7 @@ from flax import nnx
 import neuronjax
 from neuronjax.models import MoEConfig, MoELM
 from neuronjax.sharding import make_mesh, place
-from tests.attention_mesh import collectives
+from tests.hlo import collectives
 from tests.plain_llama import _attend, _heads, _norm, _turn
 from tests.plain_moe import plain_affinities, plain_experts
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from neuronjax.primitives.blockwise_mm.spec import MoECTESpec, ShardOnBlockConfig
 from neuronjax.sharding.moe import sharded_blockwise_mm_bwd
+from tests.hlo import program
 from tests.moe_equations import FLOATS
-from tests.moe_hlo import collectives
 from tests.moe_sharding_case import (
     BACKWARD,
     BLOCK,
@@ -39,10 +39,10 @@ def test_what_crosses_the_wire_forward(scaling):
     for shard, wanted in dict(block=({}, one), intermediate=(one, {})).items():
         arrays = placed(mesh, operands(), LIES[shard])
         run = functools.partial(over, mesh, shard, options=options)
-        assert collectives(run, arrays) == wanted, shard
+        assert program(run, arrays).places() == wanted, shard
     arrays = placed(mesh, operands(), LIES["hidden"])
     run = functools.partial(over, mesh, "hidden", options=options)
-    assert collectives(run, arrays) == (one, {})
+    assert program(run, arrays).places() == (one, {})
 
 
 @pytest.mark.parametrize(("strategy", "gathers"), [("HI_LO", 0), ("PING_PONG", 2)])
@@ -55,7 +55,7 @@ def test_what_parts_of_blocks_store_stays_where_it_is(strategy, gathers):
     arrays["gate_up_activations_T"] = jnp.zeros((blocks, 2, D_FF, BLOCK))
     arrays["down_activations"] = jnp.zeros((blocks, BLOCK, D_MODEL))
     run = functools.partial(over, mesh, "block", options=options)
-    found = collectives(run, placed(mesh, arrays, {}))
+    found = program(run, placed(mesh, arrays, {})).places()
     assert found.in_loops == {}
     assert found.once.pop("all-gather", 0) == gathers
     assert found.once == {"all-reduce": 1}
@@ -84,7 +84,7 @@ def test_what_crosses_the_wire_in_the_vjp(scaling):
         seed = jax.device_put(
             waves(arrays["hidden_states"]), NamedSharding(mesh, split)
         )
-        found[shard] = collectives(pulled, floats, seed)
+        found[shard] = program(pulled, floats, seed).places()
     at_end = scaling == "PRE_SCALE"
     assert found["hidden"].in_loops == {"all-reduce": 2}
     assert found["hidden"].once == ({"all-reduce": 1} if at_end else {})
@@ -108,7 +108,7 @@ def test_what_crosses_the_wire_backward(lie, in_loops, once):
         return sharded_blockwise_mm_bwd(mesh, **arrays, **OPTIONS, operands=lie)
 
     wanted = ({"all-reduce": n} if n else {} for n in (in_loops, once))
-    assert collectives(run, arrays) == tuple(wanted)
+    assert program(run, arrays).places() == tuple(wanted)
 
 
 def test_gradients_lie_as_the_docstring_says():

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import neuronjax
 from neuronjax import nn
 from neuronjax.sharding import make_mesh, place
-from tests.attention_mesh import collectives
+from tests.hlo import collectives
 from tests.plain_moe import plain_affinities, plain_experts
 
 WIDTH, D_FF, EXPERTS, K, SHARED = 8, 6, 16, 2, 4

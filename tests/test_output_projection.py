@@ -1,7 +1,5 @@
 """The output projection against its equation in float64; gradients and refusals."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +14,7 @@ from neuronjax import MemrefTile, emit
 from neuronjax.primitives import registry
 from neuronjax.sharding.mesh import make_mesh
 from neuronjax.sharding.output_projection import sharded_output_projection
+from tests.hlo import collectives
 from tests.macro_case import error
 
 FAMILY = registry.resolve_family("OutputProjection")
@@ -297,14 +296,6 @@ def test_a_symbolic_batch_exports_with_its_gradient(form):
     got, wanted = again.call(*arrays), run(*arrays)
     for a, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, w) < 1e-4
-
-
-def collectives(fun, *args):
-    """How often each collective stands in the compiled program."""
-    text = jax.jit(fun).lower(*args).compile().as_text()
-    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
-    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-    return {kind: n for kind, n in found.items() if n}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,7 +1,5 @@
 """QKV mapped, rematerialised, exported, and split over meshes."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +16,7 @@ from neuronjax.sharding.qkv import (
     sharded_qkv,
     unshard_qkv_columns,
 )
+from tests.hlo import collectives
 from tests.macro_case import error
 from tests.qkv_case import (
     NORMS,
@@ -100,14 +99,6 @@ def test_a_symbolic_batch_exports_with_its_gradient():
     got, wanted = again.call(arrays), run(arrays)
     for a, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, w) < 1e-5
-
-
-def collectives(fun, *args):
-    """How often each collective stands in the compiled program."""
-    text = jax.jit(fun).lower(*args).compile().as_text()
-    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
-    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-    return {kind: n for kind, n in found.items() if n}
 
 
 @pytest.mark.parametrize("layout", ["BSD", "NBSd"])
