@@ -8,7 +8,10 @@ from rich.console import Console
 
 from neuronjax.tools.errors import one_line_errors
 
-draw = typer.Typer(help="Draws what sees what in attention.", no_args_is_help=True)
+draw = typer.Typer(
+    help="Draws what sees what in attention, and what travels in a ring.",
+    no_args_is_help=True,
+)
 
 _Out = Annotated[
     pathlib.Path | None, typer.Option(help="write an image, such as mask.png")
@@ -97,6 +100,23 @@ def draw_decode(
             block_len=block_len,
             table=_numbers("--table", table),
         )
+        _show(picture, out)
+
+
+@draw.command("ring")
+def draw_ring(
+    ranks: Annotated[int, typer.Argument(help="devices of the ring")],
+    bidirectional: Annotated[
+        bool, typer.Option("--bidirectional", help="chunks travel both ways")
+    ] = False,
+    channels: Annotated[int, typer.Option(help="rings side by side")] = 1,
+    out: _Out = None,
+) -> None:
+    """Draws what each rank of a ring works on, and when it writes the result."""
+    with one_line_errors():
+        from neuronjax.tools.draw_ring import ring_picture
+
+        picture = ring_picture(ranks, bidirectional=bidirectional, channels=channels)
         _show(picture, out)
 
 

@@ -123,7 +123,7 @@ class Picture:
             ImportError: matplotlib is not installed.
             ValueError: the file's ending is none that matplotlib knows.
         """
-        module = _matplotlib()
+        module = figure_module()
         rows, columns = self.weights.shape
         size = (min(3.5 + 0.22 * columns, 16), min(1.5 + 0.22 * rows, 16))
         figure = module.Figure(figsize=size, layout="constrained")
@@ -131,7 +131,8 @@ class Picture:
         figure.savefig(path, dpi=150)
 
 
-def _matplotlib() -> Any:
+def figure_module() -> Any:
+    """`matplotlib.figure`, or one line that says how to get it."""
     try:
         from matplotlib import figure
     except ImportError as error:
