@@ -43,6 +43,22 @@ from neuronjax.primitives.blockwise_mm.spec import (
 )
 from neuronjax.primitives.blockwise_mm.spec import ShardOnIConfig as ShardOnIConfig
 from neuronjax.primitives.blockwise_mm.spec import SkipMode as SkipMode
+from neuronjax.primitives.collectives import (
+    allgather_compute_matmul as allgather_compute_matmul,
+)
+from neuronjax.primitives.collectives import allgather_sb2sb as allgather_sb2sb
+from neuronjax.primitives.collectives import (
+    allgather_sb2sb_tiled as allgather_sb2sb_tiled,
+)
+from neuronjax.primitives.collectives import (
+    fine_grained_allgather as fine_grained_allgather,
+)
+from neuronjax.primitives.collectives import (
+    fine_grained_reduce_scatter as fine_grained_reduce_scatter,
+)
+from neuronjax.primitives.collectives import (
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
 from neuronjax.primitives.contracts import can as can
 from neuronjax.primitives.cumsum import cumsum as cumsum
 from neuronjax.primitives.expert_mlps import moe_tkg as moe_tkg

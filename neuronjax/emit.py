@@ -22,6 +22,21 @@ from neuronjax.primitives.blockwise_mm import (
 from neuronjax.primitives.blockwise_mm import (
     blockwise_mm_kernel as blockwise_mm_kernel,
 )
+from neuronjax.primitives.collectives.emitters import (
+    collective_matmul_kernel as collective_matmul_kernel,
+)
+from neuronjax.primitives.collectives.emitters import (
+    fine_grained_all_gather_kernel as fine_grained_all_gather_kernel,
+)
+from neuronjax.primitives.collectives.emitters import (
+    fine_grained_reduce_scatter_kernel as fine_grained_reduce_scatter_kernel,
+)
+from neuronjax.primitives.collectives.emitters import (
+    matmul_reduce_scatter_kernel as matmul_reduce_scatter_kernel,
+)
+from neuronjax.primitives.collectives.emitters import (
+    sb2sb_all_gather_kernel as sb2sb_all_gather_kernel,
+)
 from neuronjax.primitives.cumsum import cum_sum_kernel as cum_sum_kernel
 from neuronjax.primitives.expert_mlps.emitter import (
     expert_mlps_kernel as expert_mlps_kernel,

@@ -1,5 +1,7 @@
 """Meshes, and what each family may split over them."""
 
+from neuronjax.primitives.collectives.plan import RingPlan as RingPlan
+from neuronjax.primitives.collectives.plan import ring_plan as ring_plan
 from neuronjax.sharding.attention import sharded_attention as sharded_attention
 from neuronjax.sharding.attention_block_tkg import (
     sharded_attention_block_tkg as sharded_attention_block_tkg,
@@ -7,6 +9,9 @@ from neuronjax.sharding.attention_block_tkg import (
 from neuronjax.sharding.attention_decode import (
     sharded_attention_tkg as sharded_attention_tkg,
 )
+from neuronjax.sharding.collectives import all_reduce as all_reduce
+from neuronjax.sharding.collectives import all_to_all as all_to_all
+from neuronjax.sharding.collectives import attn_q_batch_shard as attn_q_batch_shard
 from neuronjax.sharding.context_parallel import (
     context_parallel_attention as context_parallel_attention,
 )
@@ -28,3 +33,9 @@ from neuronjax.sharding.placement import place as place
 from neuronjax.sharding.qkv import shard_qkv_columns as shard_qkv_columns
 from neuronjax.sharding.qkv import sharded_qkv as sharded_qkv
 from neuronjax.sharding.qkv import unshard_qkv_columns as unshard_qkv_columns
+from neuronjax.sharding.ring_matmul import (
+    sharded_allgather_matmul as sharded_allgather_matmul,
+)
+from neuronjax.sharding.ring_matmul import (
+    sharded_matmul_reduce_scatter as sharded_matmul_reduce_scatter,
+)

@@ -1,0 +1,170 @@
+"""What the rules of the collectives read of a call."""
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from neuronjax.primitives.collectives.plan import RingPlan, planned
+from neuronjax.primitives.options import FLOATS
+from neuronjax.primitives.tile import MemrefTile
+
+GATHER_MATMUL, MATMUL_SCATTER = "allgather_compute_matmul", "matmul_reduce_scatter"
+GATHER, SCATTER = "fine_grained_allgather", "fine_grained_reduce_scatter"
+COLUMNS, TILED_COLUMNS = "allgather_sb2sb", "allgather_sb2sb_tiled"
+RINGS = (GATHER_MATMUL, MATMUL_SCATTER, GATHER, SCATTER)
+SB2SB = (COLUMNS, TILED_COLUMNS)
+RING_KERNELS = (
+    "collective_matmul_kernel",
+    "matmul_reduce_scatter_kernel",
+    "fine_grained_all_gather_kernel",
+    "fine_grained_reduce_scatter_kernel",
+)
+SB2SB_KERNEL = "sb2sb_all_gather_kernel"
+KERNELS = (*RING_KERNELS, SB2SB_KERNEL)
+SCATTERS = (MATMUL_SCATTER, SCATTER, RING_KERNELS[1], RING_KERNELS[3])
+PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER, *RING_KERNELS[:2])
+# Those that add: a copy takes any dtype.
+SUMS = (*PRODUCTS, SCATTER, RING_KERNELS[3])
+OPERANDS = ("lhs", "rhs", "inp")
+LNC = 2
+
+
+def operands_of(call: SimpleNamespace) -> dict[str, Any]:
+    """The operands of a call by name."""
+    return {name: getattr(call, name) for name in OPERANDS if hasattr(call, name)}
+
+
+def tiles(call: SimpleNamespace) -> bool:
+    """Whether an operand is a tile."""
+    return any(isinstance(x, MemrefTile) for x in operands_of(call).values())
+
+
+def misranked(call: SimpleNamespace) -> str:
+    """The operands that are no matrices, described."""
+    rows = "tp_degree * m" if call.function in SCATTERS else "m"
+    rows = rows.replace("tp_degree", "ranks") if call.function in KERNELS else rows
+    words = dict(lhs=f"[{rows}, K]", rhs="[K, N]", inp="[H, W]")
+    wrong = [
+        f"{name} must have shape {words[name]}, got {_shape(x)}"
+        for name, x in operands_of(call).items()
+        if len(_shape(x)) != 2
+    ]
+    return "" if tiles(call) else "; ".join(wrong)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
+
+
+def odd_dtype(call: SimpleNamespace) -> str:
+    """The operands that cannot be added, described."""
+    found = {name: getattr(x, "dtype", None) for name, x in operands_of(call).items()}
+    wrong = [f"{name} of {dtype}" for name, dtype in found.items()]
+    allowed = [dtype in FLOATS for dtype in found.values()]
+    return ", ".join(w for w, fine in zip(wrong, allowed, strict=True) if not fine)
+
+
+def bound_size(axis: Any) -> int | None:
+    """How many devices a mesh axis has here; None outside its `shard_map`."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return None
+
+
+def is_partition(groups: Any, size: int | None = None) -> bool:
+    """Whether lists of ranks, all of one length, name each of `[0, size)` once."""
+    if not isinstance(groups, Sequence) or not groups or isinstance(groups, str):
+        return False
+    if not all(isinstance(g, Sequence) and len(g) == len(groups[0]) for g in groups):
+        return False
+    ranks = [rank for group in groups for rank in group]
+    if not all(isinstance(rank, int | np.integer) for rank in ranks):
+        return False
+    wanted = len(ranks) if size is None else size
+    return bool(ranks) and sorted(ranks) == list(range(wanted))
+
+
+def members_of(replica_groups: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Lists of ranks as a config holds them; None for a whole axis in its order."""
+    groups = tuple(tuple(map(int, group)) for group in replica_groups)
+    if groups == (tuple(range(len(groups[0]))),):
+        return None
+    return groups
+
+
+def ring_facts(call: SimpleNamespace) -> dict[str, Any]:
+    """What the rules of the functions over a ring read."""
+    ranks, groups = int(call.tp_degree), int(call.num_groups)
+    plan = plan_of(call)
+    return dict(
+        devices=ranks * groups,
+        alone=ranks * groups == 1,
+        found=bound_size(call.axis),
+        lnc_found=call.lnc_axis is None or bound_size(call.lnc_axis),
+        plan=plan,
+        m=call.lhs.shape[0],
+        shares=plan.cores * plan.channels * (ranks if _scatters(call) else 1),
+        **_contracted_sizes(call),
+    )
+
+
+def plan_of(call: SimpleNamespace) -> RingPlan:
+    """The plan of a call; a rank that names its cores has two where none are bound."""
+    cores = 1 if call.lnc_axis is None else bound_size(call.lnc_axis) or LNC
+    return planned(
+        call.lhs,
+        getattr(call, "rhs", None),
+        int(call.tp_degree),
+        cores,
+        force_hbm_cc=bool(call.force_hbm_cc),
+        nc_version=int(call.nc_version),
+        scatters=_scatters(call),
+    )
+
+
+def _scatters(call: SimpleNamespace) -> bool:
+    return call.function in SCATTERS
+
+
+def _contracted_sizes(call: SimpleNamespace) -> dict[str, Any]:
+    rhs = getattr(call, "rhs", None)
+    if rhs is None:
+        return {}
+    return dict(lhs_shape=tuple(call.lhs.shape), rhs_shape=tuple(rhs.shape))
+
+
+def columns_facts(call: SimpleNamespace) -> dict[str, Any]:
+    """What the rules of the gathers along columns read."""
+    groups = call.replica_groups
+    ranks = sum(map(len, groups))
+    lnc_axis = getattr(call, "lnc_axis", None)
+    rows = call.inp.shape[0]
+    return dict(
+        devices=ranks,
+        alone=ranks == 1,
+        found=bound_size(call.axis),
+        lnc_found=lnc_axis is None or bound_size(lnc_axis),
+        sizes=sorted({len(group) for group in groups}),
+        rows=rows,
+        cores=1 if lnc_axis is None else bound_size(lnc_axis) or LNC,
+        tiles=math.ceil(rows / 128),
+    )
+
+
+def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
+    """What the rules of the emitters read."""
+    size = 1 if call.axis is None else bound_size(call.axis)
+    ranks = size if call.groups is None else len(call.groups[0])
+    rows = next(iter(operands_of(call).values())).shape[0]
+    parts = ranks if _scatters(call) and ranks else 1
+    return dict(
+        found=size,
+        m=rows,
+        shares=parts * int(getattr(call, "channels", 1)),
+        **_contracted_sizes(call),
+    )
