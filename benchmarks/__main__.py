@@ -24,6 +24,7 @@ WORKLOADS = (
     "rmsnorm_quant",
     "router",
     "moe",
+    "ring",
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
