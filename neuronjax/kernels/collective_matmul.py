@@ -39,8 +39,7 @@ def collective_matmul_fwd(
     out = jnp.zeros((group_size(group), lhs.shape[0], rhs.shape[1]), lhs.dtype)
     out, lhs, rhs = uniform(out, lhs, rhs, over=axis)
     for channel, rank, chunk in arriving_rows(lhs, group, channels, bidirectional):
-        rows = product(chunk, rhs).astype(lhs.dtype)[None]
-        out = lax.dynamic_update_slice(out, rows, (rank, channel.start, 0))
+        out = placed(out, product(chunk, rhs).astype(lhs.dtype), rank, channel.start)
     return (lax.collapse(out, 0, 2),)
 
 
@@ -153,6 +152,12 @@ def block(blocks: jax.Array, rank: Any, rows: slice) -> jax.Array:
     """Some rows of the block of one rank."""
     own = lax.dynamic_index_in_dim(blocks, rank, keepdims=False)
     return own if rows == slice(0, blocks.shape[1]) else own[rows]
+
+
+def placed(out: jax.Array, rows: jax.Array, rank: Any, first: int) -> jax.Array:
+    """`out` with these rows in the block of one rank, from row `first` on."""
+    start = [jnp.asarray(i, jnp.int32) for i in (rank, first, 0)]
+    return lax.dynamic_update_slice(out, rows[None], start)
 
 
 def shares(rows: int, channels: int) -> list[slice]:

@@ -17,6 +17,7 @@ from neuronjax.kernels.collective_matmul import (
     by_rank,
     gathered,
     joined,
+    placed,
     scattered,
     shares,
 )
@@ -42,7 +43,7 @@ def all_gather_fwd(
     out = jnp.zeros((group_size(group), *x.shape), x.dtype)
     out, x = uniform(out, x, over=axis)
     for own, rank, chunk in arriving_rows(x, group, channels, bidirectional):
-        out = lax.dynamic_update_slice(out, chunk[None], (rank, own.start, 0))
+        out = placed(out, chunk, rank, own.start)
     return (lax.collapse(out, 0, 2),)
 
 

@@ -106,7 +106,8 @@ class MacroFamily:
         keyed: its NAMEs belong to another family, and this one has an emitter of its
             own that is told a NAME.
         refuses: transformation -> why this family refuses it. With "explicit sharding"
-            operands that an explicit mesh divides are refused.
+            operands that an explicit mesh divides are refused, with "export, symbolic
+            batch" symbolic sizes.
         no_derivative: why its outputs have no derivative; differentiating refuses so.
 
     Quantized operands (integers and fp8) are constants: they have no derivative.
@@ -233,6 +234,9 @@ class MacroFamily:
         return [out.to_tangent_aval() for out in outs if _is_float(out)]
 
     def _lower(self, fun, ctx, *operands, **params):
+        reason = self.refuses.get("export, symbolic batch")
+        if reason and any(map(_is_symbolic, ctx.avals_in)):
+            raise NotImplementedError(f"{params['name']}: {reason}")
         call = fun(**params)
         if settings().route == "composite" and "wrt" not in params:
             call = composite(call, ctx, params)
@@ -344,6 +348,10 @@ class MacroFamily:
 
 def _is_float(x) -> bool:
     return is_differentiable(x.dtype)
+
+
+def _is_symbolic(aval) -> bool:
+    return not all(isinstance(size, int) for size in aval.shape)
 
 
 def _zero(x) -> ad.Zero:

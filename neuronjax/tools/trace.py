@@ -138,7 +138,8 @@ def _macros(
         if family is not None:
             yield eqn, family, times, mesh
         if eqn.primitive.name == "shard_map":
-            inside = _Manual(eqn.params["mesh"], frozenset(eqn.params["manual_axes"]))
+            manual = frozenset(eqn.params["newly_manual_axes"])
+            inside = _Manual(eqn.params["mesh"], manual)
         else:
             inside = mesh
         for inner in inner_jaxprs(eqn):

@@ -63,6 +63,9 @@ def _columns_mirror_backward(operands, outs, cotangents, *, name, **config):
     return sb2sb_all_gather(*cotangents, name=COLUMNS, **config)
 
 
+_SYMBOLIC = "symbolic sizes inside shard_map have no lowering in XLA; export each size"
+
+
 def _family(family: str, name: str, leaf: Any, plain: Any, backward: Any, out="out"):
     return MacroFamily(
         family,
@@ -73,6 +76,7 @@ def _family(family: str, name: str, leaf: Any, plain: Any, backward: Any, out="o
         backward=backward,
         example=example,
         over="axis",
+        refuses={"export, symbolic batch": _SYMBOLIC},
     )
 
 
