@@ -131,6 +131,7 @@ from neuronjax.primitives.tile import (
 )
 from neuronjax.primitives.top_k import topk as topk
 from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
+from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_tkg
 from neuronjax.tools.trace import trace as trace
 
 if _TYPE_CHECKING:

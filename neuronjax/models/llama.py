@@ -14,10 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from neuronjax.kernels.linear import linear_fwd
+from neuronjax.kernels.stacked import layer_at
 from neuronjax.models.cache import Cache
 from neuronjax.models.config import DecoderConfig
 from neuronjax.models.generation import generate
-from neuronjax.models.stacking import layer_at, stack_layers, unstack_layers
+from neuronjax.models.stacking import stack_layers, unstack_layers
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.norm import RMSNorm
 from neuronjax.nn.parameter import at_dtype, parameter

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from neuronjax.nn.quantization.codes import as_bytes, as_codes
 
@@ -34,36 +33,6 @@ def unstack_layers(layers: Any, count: int) -> list[Any]:
         return jax.tree.map(take, state, is_leaf=_is_variable)
 
     return [nnx.merge(graph, row(i)) for i in range(count)]
-
-
-def layer_at(stack: Any, i: jax.Array) -> Any:
-    """Layer `i` of stacked arrays, inside a loop over layers.
-
-    XLA on a CPU would widen all layers of a two-byte array before the loop: there it is
-    cut out of bytes, behind a barrier that keeps the bytes in the loop as well.
-    """
-    narrow = any(_is_narrow(x) for x in jax.tree.leaves(stack))
-    i, stack = lax.optimization_barrier((i, stack)) if narrow else (i, stack)
-    return jax.tree.map(lambda x: _row(x, i), stack)
-
-
-def _is_narrow(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-
-
-@jax.custom_jvp
-def _row(x: jax.Array, i: jax.Array) -> jax.Array:
-    if not _is_narrow(x):
-        return lax.dynamic_index_in_dim(x, i, keepdims=False)
-    raw = lax.bitcast_convert_type(x, jnp.uint16)
-    row = lax.dynamic_index_in_dim(raw, i, keepdims=False)
-    return lax.bitcast_convert_type(row, x.dtype)
-
-
-@_row.defjvp
-def _row_jvp(primals, tangents):
-    (x, i), (dx, _) = primals, tangents
-    return _row(x, i), lax.dynamic_index_in_dim(dx, i, keepdims=False)
 
 
 def _is_variable(x: Any) -> bool:

@@ -115,7 +115,7 @@ def _write(cache, new, o, axis):
         held = _write_places(whole, rows, places)
     else:
         rows = rows if axis == 1 else rows.mT
-        start = _starts(o.position, rows.shape[axis], whole.shape[axis])
+        start = first_slots(o.position, rows.shape[axis], whole.shape[axis])
         held = write_slots(whole, rows, start, axis=axis)
     return held.reshape(cache.shape)
 
@@ -126,7 +126,7 @@ def _read(cotangent, cache, o, axis):
     if o.table is not None:
         new, held = _read_blocks(whole, o.position, count)
     else:
-        start = _starts(o.position, count, whole.shape[axis])
+        start = first_slots(o.position, count, whole.shape[axis])
         new = jax.vmap(lambda row, at: _held(row, at, count, axis - 1))(whole, start)
         zeros = ranks.zeros_like(new)
         held = write_slots(whole, zeros, start, axis=axis)
@@ -149,15 +149,15 @@ def _headless(cache):
     return cache[:, 0] if cache.ndim == 4 else cache
 
 
-def _starts(position, count, size):
-    """First slots as int32; `size`, where nothing fits, for what is not written."""
+def first_slots(position: Array, count: int, size: int) -> Array:
+    """First slots `[batch]` of int32; `size` for `count` tokens that do not fit."""
     start = bounded(position[:, 0], -1, size)
     return jnp.where((start >= 0) & (start + count <= size), start, size)
 
 
 def _places(position, count, size):
     """The slot of each new row of a block cache, `size` for one that is not written."""
-    start = _starts(position, count, size)
+    start = first_slots(position, count, size)
     slots = start[:, None] + jnp.arange(count, dtype=jnp.int32)
     later = jnp.arange(start.shape[0], dtype=jnp.int32)
     later = later[:, None, None] < later[None, None]

@@ -30,6 +30,7 @@ class Options(NamedTuple):
     quantization: str = "NONE"
     prefill: bool = False
     quant_clipping_bound: float = 0.0
+    activation_clipping_bound: float = 0.0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Options":

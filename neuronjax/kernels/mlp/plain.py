@@ -37,6 +37,12 @@ def normalised(x: jax.Array, ops: Operands, opts: Options) -> jax.Array:
     return y
 
 
+def clipped(x: jax.Array, opts: Options) -> jax.Array:
+    """What weights meet in a decode that clips it."""
+    bound = opts.activation_clipping_bound
+    return jnp.clip(x, -bound, bound) if bound > 0 else x
+
+
 def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None, like=None) -> jax.Array:
     dtype = promoted(x.dtype, w.dtype)
     x, w, acc = x.astype(dtype), w.astype(dtype), accumulator(dtype)
@@ -53,7 +59,7 @@ def before(ops: Operands, opts: Options) -> tuple[jax.Array, tuple[jax.Array, ..
     x0 = wide(ops.hidden)
     if opts.fused_add == "prologue":
         x0 = x0 + ops.addend.astype(x0.dtype)
-    x = normalised(x0, ops, opts).astype(ops.hidden.dtype)
+    x = clipped(normalised(x0, ops, opts), opts).astype(ops.hidden.dtype)
     up = _linear(x, ops.up_w, ops.up_b)
     if opts.skip_gate:
         return x0, (up,)

@@ -4,6 +4,8 @@ Decode (`prefill` False) quantizes no activation:
 
     proj(x) = (x @ w) * s_w
 
+where `x`, the normed rows and the gated values, may be clipped to a bound.
+
 Prefill multiplies fp8 codes. `hidden` may come quantized, as codes with a float32 scale
 `a` behind each row (ROW) or with one scale for all (STATIC); the gated values `m` are
 quantized again in front of the last product:
@@ -14,7 +16,7 @@ quantized again in front of the last product:
 
 with `s_h` = `gate_up_in_scale` and `s_m` = `down_in_scale`.
 Codes are bfloat16 values: their products are exact. Differentiation: weights, scales
-and codes are constants, a rounding passes a cotangent on unchanged, a clip (to the
+and codes are constants, a rounding passes a cotangent on unchanged, a clip (to a
 bound; STATIC to 240) passes none from outside.
 """
 
@@ -112,17 +114,25 @@ def _input(ops: Operands, opts: Options, at: Layout) -> tuple:
     if is_differentiable(ops.hidden.dtype):
         x0 = dense.prologue_sum(ops, opts)
         x, stats = dense.norm_fwd(x0, ops, opts, at.axes)
-        return x, None, x0, stats
+        return clipped(x, opts.activation_clipping_bound), None, x0, stats
     if opts.quantization == "ROW":
         return *unpack_rows(ops.hidden), ops.hidden, ()
     return ops.hidden, _one(ops.gate_up_in_scale), ops.hidden, ()
+
+
+def clipped(x: jax.Array, bound: float) -> jax.Array:
+    """Magnitudes of at most `bound`; 0 bounds none."""
+    if bound == 0:
+        return x
+    edge = jnp.asarray(bound, x.dtype)
+    return lax.clamp(-edge, x, edge)
 
 
 def _down(middle: jax.Array, scale, ops: Operands, opts: Options, at: Layout):
     """The last product of the gated values, quantized first in prefill."""
     dtype, tail = stored_dtype(ops, opts), (ops.hidden,)
     if not opts.prefill:
-        x = middle.astype(dtype)
+        x = clipped(middle, opts.activation_clipping_bound).astype(dtype)
         return at.scaled(x, ops.down_w, scale, *tail, dtype, like=ops.hidden)
     if opts.quantization == "ROW":
         bound = opts.quant_clipping_bound
@@ -150,17 +160,15 @@ def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
 
 
 def _where_unclipped(d_middle, stored, ops: Operands, opts: Options) -> jax.Array:
-    """The cotangent of the gated values from that of the quantized ones."""
-    if not opts.prefill:
-        return d_middle
+    """The cotangent of the gated values from that of the quantized or clipped ones."""
     middle, edge = dense.middle_of(tuple(map(wide, stored)), opts), None
-    if opts.quantization == "STATIC":
+    bound = opts.activation_clipping_bound
+    if opts.prefill and opts.quantization == "STATIC":
         edge = STATIC_LIMIT * _one(ops.down_in_scale).astype(middle.dtype)
-    elif opts.quant_clipping_bound > 0:
-        edge = jnp.asarray(opts.quant_clipping_bound, middle.dtype)
-    if edge is None:
-        return d_middle
-    return jnp.where(jnp.abs(middle) < edge, d_middle, 0)
+    elif (opts.quant_clipping_bound if opts.prefill else bound) > 0:
+        bound = opts.quant_clipping_bound if opts.prefill else bound
+        edge = jnp.asarray(bound, middle.dtype)
+    return d_middle if edge is None else jnp.where(jnp.abs(middle) < edge, d_middle, 0)
 
 
 def _backward(
@@ -173,8 +181,11 @@ def _backward(
     _, d_gate, d_up = dense.middle_grads(d_middle, stored, d_stored, opts)
     grads = dense.bias_grads(d_gate, d_up, dout, ops, at)
     if is_differentiable(ops.hidden.dtype):
-        norm = _input(ops, opts, at)[2:]
+        x, _, *norm = _input(ops, opts, at)
         dx = _dx(d_gate, d_up, scales, dtype, ops, at)
+        if opts.activation_clipping_bound > 0:
+            edge = jnp.asarray(opts.activation_clipping_bound, x.dtype)
+            dx = jnp.where(jnp.abs(x) < edge, dx, 0)
         grads |= dense.input_grads(dx, norm, d_added, ops, opts, at)
     return tuple(grads[key] for key in live_operands(ops))
 

@@ -50,7 +50,7 @@ def _hidden(ops: Operands, opts: Options, acc: Any) -> jax.Array:
 
 def _requantize(middle: jax.Array, ops: Operands, opts: Options) -> jax.Array:
     if not opts.prefill:
-        return middle.astype(stored_dtype(ops, opts))
+        return plain.clipped(middle, opts).astype(stored_dtype(ops, opts))
     if opts.quantization == "STATIC":
         scale = ops.down_in_scale.reshape(()).astype(middle.dtype)
         z = jnp.clip(middle / scale, -_E4M3_MAX, _E4M3_MAX)

@@ -31,6 +31,7 @@ _CONFIG: dict[str, Any] = dict(
     round_activations=True,
     kvdp=1,
     axis=None,
+    lnc_axis=None,
 )
 # The axis of each operand that a batch splits; the rest every device holds whole.
 _SPLIT = dict(x=0, cos=1, sin=1, k_cache=0, v_cache=0, mask=1, position=0)

@@ -148,7 +148,8 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         all_heads=heads * group,
         qkv_kind=kinds["qkv"],
         out_kind=kinds["out"],
-        cores=core_count(call.lnc, width),
+        out_width=_out_width(call, width),
+        cores=core_count(call.lnc, _out_width(call, width)),
         blocked=table is not None,
         fp8=fp8,
         visible=mask[0] if mask else 0,
@@ -166,6 +167,13 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         odd_factor=_odd_factor(call.softmax_scale),
         group_size=group_size(call.KVDP_replica_group),
     )
+
+
+def _out_width(call: SimpleNamespace, width: int) -> int:
+    """The columns of `W_out`: the emitter takes a part of those of `X`."""
+    shape = shape_of(call.W_out)
+    is_part = call.function == EMITTER and shape is not None and len(shape) == 2
+    return shape[1] if is_part else width
 
 
 def _caches(call: SimpleNamespace, own: int, seq: int, head_dim: int) -> dict[str, Any]:

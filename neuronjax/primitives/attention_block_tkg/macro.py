@@ -92,13 +92,14 @@ def attention_block_tkg_kernel(
     KVDP_replica_group: str | None = None,
     round_activations: bool = True,
     lnc: int | None = None,
+    lnc_axis: str | None = None,
     num_stages: int | None = None,
     num_tiles: int | None = None,
 ) -> tuple[Array, Array, Array]:
     """Emits `AttentionBlockTkg`.
 
     Args:
-        X: as in `attention_block_tkg`, and so are all but the last two.
+        X: as in `attention_block_tkg`, and so are all but the last three.
         W_qkv: as in `attention_block_tkg`.
         K_cache: as in `attention_block_tkg`.
         V_cache: as in `attention_block_tkg`.
@@ -127,7 +128,7 @@ def attention_block_tkg_kernel(
         sink: as in `attention_block_tkg`.
         update_cache: as in `attention_block_tkg`.
         kv_cache_update_idx: as in `attention_block_tkg`.
-        W_out: as in `attention_block_tkg`.
+        W_out: as in `attention_block_tkg`, or any columns of it: `X_out` has those.
         bias_out: as in `attention_block_tkg`.
         quantization_type_out: as in `attention_block_tkg`.
         weight_dequant_scale_out: as in `attention_block_tkg`.
@@ -143,6 +144,9 @@ def attention_block_tkg_kernel(
         KVDP_replica_group: as in `attention_block_tkg`.
         round_activations: as in `attention_block_tkg`.
         lnc: as in `attention_block_tkg`.
+        lnc_axis: a mesh axis whose cores hold columns of `W_out` of their own, and all
+            other operands alike. `X_out` then has a core's own columns; everything else
+            comes back alike, and so do the gradients, summed over the cores.
         num_stages: a scheduling hint; it travels in the config bag and changes no
             value; so does `num_tiles`.
         num_tiles: see `num_stages`.
@@ -203,6 +207,7 @@ def _config(call: SimpleNamespace) -> dict[str, Any]:
         round_activations=bool(call.round_activations),
         kvdp=operator.index(call.KVDP),
         axis=call.KVDP_replica_group if operator.index(call.KVDP) > 1 else None,
+        lnc_axis=call.lnc_axis,
     )
 
 
@@ -285,6 +290,7 @@ attention_block_backward = MacroFamily(
     plain=attention_block_bwd_plain,
     outputs=lambda *, live, **_: tuple(f"d_{key}" for key in live),
     static=_static_backward,
+    axis="lnc_axis",
     example=example,
 )
 attention_block = MacroFamily(
@@ -295,5 +301,6 @@ attention_block = MacroFamily(
     outputs=output_names,
     backward=_emit_backward,
     static=_static_leaf,
+    axis="lnc_axis",
     example=example,
 )

@@ -127,7 +127,9 @@ row(
     lambda c: any(
         c.shapes[name] is not None and not repeats(c.shapes[name], columns)
         for name, columns in zip(
-            SCALES["out"], (c.H if c.out_kind.name == "ROW" else 1, 1), strict=True
+            SCALES["out"],
+            (c.out_width if c.out_kind.name == "ROW" else 1, 1),
+            strict=True,
         )
     ),
     example=projecting(

@@ -15,9 +15,9 @@ from neuronjax.primitives.tile import PARTITIONS
 
 def row(rule: str, message: str, *args, **kwargs) -> None:
     """Enters a row; its stage is the second unless named."""
-    stage = kwargs.pop("stage", 2)
+    stage, functions = kwargs.pop("stage", 2), kwargs.pop("functions", BOTH)
     rule, text = f"attention_block_tkg.{rule}", "{function}: " + message
-    contracts.add(Contract(rule, BOTH, text, *args, stage=stage, **kwargs))
+    contracts.add(Contract(rule, functions, text, *args, stage=stage, **kwargs))
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:

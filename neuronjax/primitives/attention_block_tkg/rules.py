@@ -7,8 +7,10 @@ import numpy as np
 
 from neuronjax.primitives.attention.decode_facts import wrong_block
 from neuronjax.primitives.attention_block_tkg.facts import (
+    EMITTER,
     GAINS,
     SCALES,
+    group_size,
     misplaced,
     ranks,
     traced,
@@ -301,22 +303,32 @@ row(
 )
 row(
     "out_shape",
-    "W_out must have shape (N*D, H) = ({N}*{D}, {H}) and bias_out (1, {H}), got "
-    "{shapes[W_out]} and {shapes[bias_out]}",
+    "W_out must have shape (N*D, H) = ({N}*{D}, {out_width}) and bias_out (1, "
+    "{out_width}), got {shapes[W_out]} and {shapes[bias_out]}",
     lambda c: (
-        c.shapes["W_out"] not in (None, (c.N * c.D, c.H))
-        or c.shapes["bias_out"] not in (None, (1, c.H))
+        c.shapes["W_out"] not in (None, (c.N * c.D, c.out_width))
+        or c.shapes["bias_out"] not in (None, (1, c.out_width))
     ),
     example=arguments(W_out=zeros(4, 8)),
 )
 row(
     "out_cores",
     "transposed_out lays H out on 128 rows and lnc cores, lnc at least 1: H must be a "
-    "multiple of 128*lnc, got H = {H} and lnc = {cores}",
+    "multiple of 128*lnc, got H = {out_width} and lnc = {cores}",
     lambda c: (
         c.transposed_out
         and c.W_out is not None
-        and (c.cores < 1 or c.H % (PARTITIONS * c.cores))
+        and (c.cores < 1 or c.out_width % (PARTITIONS * c.cores))
     ),
     example=projecting(transposed_out=True),
+)
+row(
+    "lnc_axis",
+    "lnc_axis must name a mesh axis, inside its shard_map, whose cores hold their own "
+    "columns of W_out, which must be given, got {lnc_axis!r}",
+    lambda c: (
+        c.lnc_axis is not None and (c.W_out is None or group_size(c.lnc_axis) is None)
+    ),
+    functions=(EMITTER,),
+    example=projecting(lnc_axis="lnc"),
 )

@@ -13,7 +13,7 @@ from neuronjax.primitives.mlp import (
 from neuronjax.primitives.mlp.facts import facts
 from neuronjax.primitives.mlp.macro import Operand, emit
 from neuronjax.primitives.mlp.mx_facts import config_of as mx_config
-from neuronjax.primitives.mlp.quantized_facts import IN_SCALES, takes_prefill
+from neuronjax.primitives.mlp.quantized_facts import IN_SCALES, forced, takes_prefill
 from neuronjax.primitives.options import (
     ActFnType,
     NormType,
@@ -27,7 +27,7 @@ def require_values(function: str, call: SimpleNamespace, hidden: Any) -> None:
 
     Decode reads none; ROW and MX have none.
     """
-    prefill = takes_prefill(tuple(hidden.shape), call.force_cte_mode)
+    prefill = takes_prefill(tuple(hidden.shape), *forced(call))
     if prefill:
         scales = {name: getattr(call, name) for name in IN_SCALES}
         require_divisors(function, **scales)
@@ -36,13 +36,14 @@ def require_values(function: str, call: SimpleNamespace, hidden: Any) -> None:
 def _config(call: SimpleNamespace) -> dict[str, Any]:
     if member(QuantizationType, call.quant_type) is QuantizationType.MX:
         return mx_config(call)
-    prefill = takes_prefill(tuple(call.hidden.shape), call.force_cte_mode)
+    prefill = takes_prefill(tuple(call.hidden.shape), *forced(call))
     return dict(
         quant_mode="QuantOnly",
         quantization=member(QuantizationType, call.quant_type).name,
         is_fp8_kernel=True,
         prefill=bool(prefill),
         quant_clipping_bound=float(call.quant_clipping_bound),
+        activation_clipping_bound=float(call.activation_clipping_bound),
     )
 
 
@@ -66,7 +67,9 @@ def quant_mlp_kernel(
     quant_type: QuantizationType | str = "ROW",
     weight_dtype: Any = None,
     quant_clipping_bound: float = 0.0,
+    activation_clipping_bound: float = 0.0,
     force_cte_mode: bool = False,
+    force_tkg_mode: bool = False,
     activation: ActFnType | str = "SiLU",
     norm: NormType | str = "none",
     eps: float = 1e-6,
@@ -112,7 +115,10 @@ def quant_mlp_kernel(
             named: float4_e2m1fn in uint16, float8_e4m3fn in uint32.
         quant_clipping_bound: ROW in prefill: gated values are clipped to it; 0 clips
             none.
+        activation_clipping_bound: ROW in decode: the normed rows and the gated values
+            are clipped to it; 0 clips none.
         force_cte_mode: prefill for few rows.
+        force_tkg_mode: decode for many rows.
         activation: as in `mlp_kernel`.
         norm: as in `mlp_kernel`.
         eps: as in `mlp_kernel`.
@@ -158,7 +164,9 @@ def quant_mlp_fused_add_kernel(
     quant_type: QuantizationType | str = "ROW",
     weight_dtype: Any = None,
     quant_clipping_bound: float = 0.0,
+    activation_clipping_bound: float = 0.0,
     force_cte_mode: bool = False,
+    force_tkg_mode: bool = False,
     activation: ActFnType | str = "SiLU",
     norm: NormType | str = "none",
     eps: float = 1e-6,
@@ -191,7 +199,9 @@ def quant_mlp_fused_add_kernel(
         quant_type: as in `quant_mlp_kernel`.
         weight_dtype: as in `quant_mlp_kernel`.
         quant_clipping_bound: as in `quant_mlp_kernel`.
+        activation_clipping_bound: as in `quant_mlp_kernel`.
         force_cte_mode: as in `quant_mlp_kernel`.
+        force_tkg_mode: as in `quant_mlp_kernel`.
         activation: as in `quant_mlp_kernel`.
         norm: as in `quant_mlp_kernel`.
         eps: as in `quant_mlp_kernel`.

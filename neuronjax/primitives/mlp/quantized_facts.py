@@ -25,11 +25,22 @@ WEIGHTS = ("gate_w", "up_w", "down_w")
 IN_SCALES = ("gate_up_in_scale", "down_in_scale")
 
 
-def takes_prefill(hidden: tuple[Any, ...], force: bool) -> bool | None:
+def forced(call: SimpleNamespace) -> tuple[bool, bool]:
+    """Whether a call asks for prefill, and whether it asks for decode."""
+    return bool(getattr(call, "force_cte_mode", False)), bool(
+        getattr(call, "force_tkg_mode", False)
+    )
+
+
+def takes_prefill(
+    hidden: tuple[Any, ...], force: bool, forbid: bool = False
+) -> bool | None:
     """Whether the prefill path is taken; None when the rows are not known."""
     rows = math.prod(hidden[:-1])
-    if force or not isinstance(rows, int):
-        return True if force else None
+    if force or forbid:
+        return force
+    if not isinstance(rows, int):
+        return None
     return rows > DECODE_ROWS
 
 
@@ -51,7 +62,7 @@ def quantized_facts(
         fp8_rows=fp8_rows,
         packed=packed,
         width=hidden[-1] - SCALE_BYTES * packed if hidden else 0,
-        prefill=takes_prefill(hidden, bool(getattr(call, "force_cte_mode", False))),
+        prefill=takes_prefill(hidden, *forced(call)),
         public=call.function == "mlp",
         result_dtype=names.get("out_dtype", names.get("mlp_out")),
     )

@@ -101,11 +101,15 @@ _row(
 )
 
 
-def _negative(c: SimpleNamespace) -> bool:
+def _is_bound(value: Any) -> bool:
     try:
-        return not float(c.quant_clipping_bound) >= 0  # a NaN neither
+        return float(value) >= 0  # a NaN is none
     except (TypeError, ValueError):
-        return True
+        return False
+
+
+def _negative(c: SimpleNamespace) -> bool:
+    return not _is_bound(c.quant_clipping_bound)
 
 
 _row(
@@ -121,6 +125,34 @@ _row(
     lambda c: not _negative(c) and c.quant_clipping_bound and not c.is_row,
     quantized("STATIC", quant_clipping_bound=1.0),
     stage=2,
+)
+_row(
+    "activation_bound",
+    "activation_clipping_bound must be a Python number of at least 0, got "
+    "{activation_clipping_bound}",
+    lambda c: not _is_bound(c.activation_clipping_bound),
+    quantized(activation_clipping_bound=-1.0),
+    functions=QUANTIZED,
+)
+_row(
+    "activation_clipping",
+    "activation_clipping_bound clips what ROW's weights meet in decode, not in prefill "
+    "and not with {kind_name}",
+    lambda c: (
+        _is_bound(c.activation_clipping_bound)
+        and c.activation_clipping_bound
+        and (c.prefill or not c.is_row)
+    ),
+    quantized(activation_clipping_bound=1.0, force_cte_mode=True),
+    functions=QUANTIZED,
+    stage=2,
+)
+_row(
+    "both_modes",
+    "force_cte_mode and force_tkg_mode exclude each other",
+    lambda c: c.force_cte_mode and c.force_tkg_mode,
+    quantized(force_cte_mode=True, force_tkg_mode=True),
+    functions=QUANTIZED,
 )
 _row(
     "rows_known",

@@ -1,0 +1,41 @@
+"""One layer of arrays that hold all layers, inside a loop over layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+def is_narrow(dtype: DTypeLike) -> bool:
+    """Whether XLA on a CPU widens such an array as a whole before it cuts a layer."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize in _BITS
+
+
+def layer_at(stack: Any, i: jax.Array) -> Any:
+    """Layer `i` of a pytree of stacked arrays.
+
+    A narrow float is cut out of bytes, behind a barrier that keeps the bytes in the
+    loop as well: XLA on a CPU would widen all layers before the loop.
+    """
+    narrow = any(is_narrow(x.dtype) for x in jax.tree.leaves(stack))
+    i, stack = lax.optimization_barrier((i, stack)) if narrow else (i, stack)
+    return jax.tree.map(lambda x: _row(x, i), stack)
+
+
+@jax.custom_jvp
+def _row(x: jax.Array, i: jax.Array) -> jax.Array:
+    if not is_narrow(x.dtype):
+        return lax.dynamic_index_in_dim(x, i, keepdims=False)
+    raw = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
+    row = lax.dynamic_index_in_dim(raw, i, keepdims=False)
+    return lax.bitcast_convert_type(row, x.dtype)
+
+
+@_row.defjvp
+def _row_jvp(primals, tangents):
+    (x, i), (dx, _) = primals, tangents
+    return _row(x, i), lax.dynamic_index_in_dim(dx, i, keepdims=False)

@@ -1,0 +1,300 @@
+"""What the rules of the decode transformer read from a call."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from neuronjax.primitives.attention_block_tkg.facts import NO_WRITE, group_size
+from neuronjax.primitives.contracts import can
+from neuronjax.primitives.known import known
+from neuronjax.primitives.options import odd_dtype
+from neuronjax.primitives.tile import PARTITIONS
+
+FUNCTION = "transformer_tkg"
+# The axes of each layer's operands.
+AXES = dict(
+    W_qkvs=("H", "G*(n + 2)*D"),
+    W_outs=("G*n*D", "H/cores"),
+    W_gates=("H", "I"),
+    W_ups=("H", "I"),
+    W_downs=("I", "H"),
+    W_gamma_qkvs=("1", "H"),
+    W_gamma_mlps=("1", "H"),
+    K_caches=("B", "G", "D", "S_max"),
+    V_caches=("B", "G", "S_max", "D"),
+)
+SCALES = dict(
+    W_gate_scales=("1 or 128", "I"),
+    W_up_scales=("1 or 128", "I"),
+    W_down_scales=("1 or 128", "H"),
+)
+NEEDED = dict(X=3, RoPE_cos=3, RoPE_sin=3, mask_cache=4)
+OPTIONAL = dict(mask_active=4, position_ids=2)
+_QUANTIZED = ("W_gates", "W_ups", "W_downs")
+
+
+def is_stacked(call: SimpleNamespace) -> bool:
+    """Whether each kind of weight is one array of all layers."""
+    return not isinstance(call.W_qkvs, list | tuple)
+
+
+def of_layer(call: SimpleNamespace, i: int | None) -> Iterator[tuple[str, Any]]:
+    """The operands of layer `i` by argument; of all layers where they are stacked."""
+    for name in (*AXES, *SCALES):
+        x = getattr(call, name)
+        yield name, x if i is None or x is None else x[i]
+
+
+def misplaced(call: SimpleNamespace) -> str:
+    """The first argument that is no array, or no list of layers, as it must be."""
+    for name, count in (NEEDED | OPTIONAL).items():
+        x = getattr(call, name)
+        if (x is not None or name in NEEDED) and not _is_array(x, count):
+            return f"{name} must be an array of {count} axes, got {_described(x)}"
+    stacked, count = is_stacked(call), call.num_layers
+    for name, axes in (AXES | SCALES).items():
+        x = getattr(call, name)
+        if x is None and name in SCALES:
+            continue
+        if stacked and not (_is_array(x, len(axes) + 1) and x.shape[0] == count):
+            return (
+                f"{name} must be an array whose first of {len(axes) + 1} axes is "
+                f"num_layers = {count}, as W_qkvs is one, got {_described(x)}"
+            )
+        if not stacked:
+            odd = _odd_list(name, x, count, len(axes))
+            if odd:
+                return odd
+    return ""
+
+
+def _odd_list(name: str, x: Any, count: int, axes: int) -> str:
+    if not isinstance(x, list | tuple) or len(x) < count:
+        got = f"{len(x)}" if isinstance(x, list | tuple) else _described(x)
+        return f"{name} must be a list of at least num_layers = {count}, got {got}"
+    for i, one in enumerate(x[:count]):
+        if not _is_array(one, axes) and (one is not None or name not in SCALES):
+            return f"{name}[{i}] must be an array of {axes} axes, got {_described(one)}"
+    return ""
+
+
+def _is_array(x: Any, axes: int) -> bool:
+    kinds = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    return isinstance(x, kinds) and len(x.shape) == axes
+
+
+def _described(x: Any) -> str:
+    return f"shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
+
+
+def facts(call: SimpleNamespace) -> dict[str, Any]:
+    """Sizes and kinds of a call that keeps the rules of the first stage."""
+    views = list(_views(call))
+    batch, seq, width = call.X.shape
+    _, groups, capacity, head_dim = views[0]["V_caches"].shape
+    columns = views[0]["W_qkvs"].shape[1]
+    per_group = groups * head_dim
+    heads = columns // per_group - 2 if per_group else 0
+    cores = 1 if call.lnc_axis is None else 2
+    found: dict[str, Any] = dict(
+        B=batch,
+        S=seq,
+        H=width,
+        G=groups,
+        D=head_dim,
+        S_max=capacity,
+        S_ctx=call.mask_cache.shape[0],
+        n=heads,
+        N=groups * heads,
+        columns=columns,
+        whole_heads=per_group and columns == groups * (heads + 2) * head_dim,
+        cores=cores,
+        axis_size=group_size(call.axis),
+        lnc_size=group_size(call.lnc_axis),
+        views=views,
+        shapes={name: getattr(call, name).shape for name in NEEDED},
+        odd=_odd(call, views),
+        tiled=False,
+    )
+    return found | dict(unlike="; ".join(_unlike(found)))
+
+
+def _views(call: SimpleNamespace) -> Iterator[dict[str, Any]]:
+    """The operands of each layer; of stacked ones, of the first for all."""
+    if not is_stacked(call):
+        for i in range(call.num_layers):
+            yield dict(of_layer(call, i))
+        return
+    yield {
+        name: None if x is None else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        for name, x in of_layer(call, None)
+    }
+
+
+def _odd(call: SimpleNamespace, views: list[dict[str, Any]]) -> str:
+    """The first operand of a dtype that is not built, described."""
+    shared = {name: getattr(call, name) for name in ("X", "RoPE_cos", "RoPE_sin")}
+    found = odd_dtype(shared)
+    for i, view in enumerate(views):
+        skipped = (
+            (*SCALES, *_QUANTIZED) if view["W_gate_scales"] is not None else SCALES
+        )
+        own = {f"{name}[{i}]": x for name, x in view.items() if name not in skipped}
+        found = found or odd_dtype(own)
+    for name in ("mask_cache", "mask_active", "position_ids"):
+        x = getattr(call, name)
+        kinds = "iu" if name == "position_ids" else "iub"
+        if x is not None and jnp.dtype(x.dtype).kind not in kinds:
+            found = found or f"{name} of dtype {x.dtype}"
+    return found
+
+
+def _unlike(found: dict[str, Any]) -> Iterator[str]:
+    """Every operand of a layer whose shape does not follow from the sizes."""
+    for i, view in enumerate(found["views"]):
+        sizes = dict(found, I=view["W_ups"].shape[1])
+        for name, axes in AXES.items():
+            shape = tuple(_size(axis, sizes) for axis in axes)
+            if view[name].shape != shape:
+                words = f"[{', '.join(axes)}] = {shape}, got {view[name].shape}"
+                yield f"{name}[{i}] must have shape {words}"
+        for name, (_, axis) in SCALES.items():
+            x, columns = view[name], _size(axis, sizes)
+            if x is None:
+                continue
+            held = tuple(x.shape), jnp.dtype(x.dtype)
+            if held not in [((rows, columns), jnp.float32) for rows in (1, PARTITIONS)]:
+                words = f"[1 or 128, {axis}] = [.., {columns}]"
+                yield f"{name}[{i}] must be float32 of shape {words}, got {held[0]}"
+
+
+def _size(axis: str, sizes: dict[str, Any]) -> int:
+    if axis == "G*(n + 2)*D":
+        return sizes["G"] * (sizes["n"] + 2) * sizes["D"]
+    if axis == "G*n*D":
+        return sizes["N"] * sizes["D"]
+    if axis == "H/cores":
+        return sizes["H"] // sizes["cores"]
+    return 1 if axis == "1" else sizes[axis]
+
+
+def half_scaled(call: SimpleNamespace) -> str:
+    """The first layer that has some of the three scales."""
+    for i, view in enumerate(call.views):
+        given = [view[name] is not None for name in SCALES]
+        if any(given) and not all(given):
+            return f"layer {i}"
+    return ""
+
+
+def odd_groups(call: SimpleNamespace) -> str:
+    """What is wrong with the replica groups and their axis; empty if nothing is."""
+    groups = call.replica_groups
+    if groups is None:
+        return "" if call.axis is None else f"replica_groups for axis {call.axis!r}"
+    try:
+        lists = [[int(rank) for rank in ranks] for ranks in groups]
+    except (TypeError, ValueError):
+        return "lists of integers"
+    ranks = sorted(sum(lists, []))
+    if not ranks or len({len(one) for one in lists}) != 1:
+        return "groups of one size, none of them empty"
+    if call.axis is None:
+        return "" if ranks == [0] else "the name of their mesh axis as axis"
+    if call.axis_size is None:
+        return f"to be inside shard_map over axis {call.axis!r}"
+    if ranks != list(range(call.axis_size)):
+        return f"every rank of 0 to {call.axis_size - 1} once"
+    return ""
+
+
+def odd_position(call: SimpleNamespace) -> str:
+    """What is wrong with positions whose values are known; empty if nothing is."""
+    held = known(call.position_ids)
+    if held is None:
+        return ""
+    for row in held.astype(np.int64):
+        first = int(row[0])
+        if first in NO_WRITE:
+            continue
+        if (np.diff(row) != 1).any():
+            return f"be one after another, got {row.tolist()}"
+        if not 0 <= first <= call.S_max - call.S:
+            return (
+                f"leave room for S = {call.S} tokens in {call.S_max} slots, got {first}"
+            )
+    return ""
+
+
+def of_parts(call: SimpleNamespace, tag: str) -> str:
+    """What the macros of the first layer that breaks a rule would refuse."""
+    if "parts" not in vars(call):
+        call.parts = dict(math="", hw="")
+        for i, view in enumerate(call.views):
+            for kind, text in _refused(call, view).items():
+                if text and not call.parts[kind]:
+                    call.parts[kind] = f"layer {i}: {text}"
+    return call.parts[tag]
+
+
+def _refused(call: SimpleNamespace, view: dict[str, Any]) -> dict[str, str]:
+    abstract = jax.ShapeDtypeStruct
+    x, group = call.X, call.G
+    like = {
+        name: None if t is None else abstract(t.shape, t.dtype)
+        for name, t in view.items()
+    }
+    h = abstract(x.shape, x.dtype)
+    k, v = (
+        abstract((call.B, 1, *like[name].shape[2:]), like[name].dtype)
+        for name in ("K_caches", "V_caches")
+    )
+    mask = abstract((call.S_ctx, call.B, call.n, call.S), jnp.bool)
+    attention = can(
+        "attention_block_tkg_kernel",
+        *(h, _part(like["W_qkvs"], 1, group), k, v, mask),
+        rmsnorm_X_enabled=True,
+        rmsnorm_X_eps=call.eps,
+        rmsnorm_X_gamma=like["W_gamma_qkvs"],
+        cos=abstract(call.RoPE_cos.shape, call.RoPE_cos.dtype),
+        sin=abstract(call.RoPE_sin.shape, call.RoPE_sin.dtype),
+        K_cache_transposed=True,
+        update_cache=False,
+        W_out=_part(like["W_outs"], 0, group),
+        lnc_axis=call.lnc_axis,
+    )
+    reports = attention, _of_mlp(call, h, like)
+    texts: dict[str, list[str]] = dict(math=[], hw=[])
+    for report in reports:
+        for violation in report.violations:
+            own = violation.message.removeprefix(f"{report.function}: ")
+            texts[violation.tag].append(own)
+    return {kind: "; ".join(found) for kind, found in texts.items()}
+
+
+def _of_mlp(call: SimpleNamespace, h: Any, like: dict[str, Any]) -> Any:
+    weights = (like[name] for name in _QUANTIZED)
+    norm: dict[str, Any] = dict(gamma=like["W_gamma_mlps"], norm="rms", eps=call.eps)
+    if like["W_gate_scales"] is None:
+        return can("mlp_kernel", h, *weights, **norm)
+    columns = like["W_ups"].shape[1]
+    return can(
+        "quant_mlp_kernel",
+        *(h, *weights),
+        jax.ShapeDtypeStruct((2, columns), jnp.float32),
+        jax.ShapeDtypeStruct((1, call.H), jnp.float32),
+        activation_clipping_bound=call.clamp_bound,
+        force_tkg_mode=True,
+        **norm,
+    )
+
+
+def _part(x: Any, axis: int, groups: int) -> Any:
+    """One key/value head's part of a weight."""
+    shape = list(x.shape)
+    shape[axis] //= groups
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
