@@ -102,7 +102,8 @@ def _stack(x, size, axis=0):
 
 def _vmap(case, first, rest, size=3):
     """vmap equals a Python loop, and the mapped macro is one macro."""
-    dims = [first] + [rest] * (len(case.flat) - 1)
+    alone = len(case.flat) == 1 and first is None
+    dims = [rest if alone else first] + [rest] * (len(case.flat) - 1)
 
     def each(act):
         pairs = zip(case.flat, dims, strict=True)
@@ -127,15 +128,18 @@ cell("vmap of size 1")(lambda case: _vmap(case, 0, None, size=1))
 
 @cell("vmap of vmap")
 def _(case):
-    inner = jax.vmap(case.macro, [0] + [None] * (len(case.flat) - 1))
-    outer = jax.vmap(inner, [None] + [0] * (len(case.flat) - 1))
-    operands = [_stack(case.flat[0], 2), *[_stack(x, 2) for x in case.flat[1:]]]
-    assert case.equations(outer, *operands) == 1
-    plain = jax.vmap(
-        jax.vmap(case.plain, [0] + [None] * (len(case.flat) - 1)),
-        [None] + [0] * (len(case.flat) - 1),
-    )
-    assert_close(jax.jit(outer)(*operands), jax.jit(plain)(*operands))
+    others = len(case.flat) - 1
+    operands = [_stack(x, 2) for x in case.flat]
+    outer = [None] + [0] * others
+    if not others:
+        operands, outer = [_stack(x, 3) for x in operands], [0]
+
+    def twice(fun):
+        return jax.vmap(jax.vmap(fun, [0] + [None] * others), outer)
+
+    got, wanted = twice(case.macro), twice(case.plain)
+    assert case.equations(got, *operands) == 1
+    assert_close(jax.jit(got)(*operands), jax.jit(wanted)(*operands))
 
 
 @cell("vmap of grad")
