@@ -23,7 +23,7 @@ def own_rows(
     view = x.reshape(*lead, *plan.view, width)
     core, axis = lax.axis_index(lnc_axis), len(lead) + plan.core_axis
     own = lax.dynamic_index_in_dim(view, core, axis, keepdims=False)
-    return own.reshape(-1, width)
+    return lax.collapse(own, 0, -1)
 
 
 def joined(
@@ -51,4 +51,4 @@ def joined(
         return parts
     if lnc_axis is not None:
         parts = lax.all_gather(parts, lnc_axis, axis=axis, tiled=True, to="invarying")
-    return parts.reshape(-1, width)
+    return lax.collapse(parts, 0, -1)

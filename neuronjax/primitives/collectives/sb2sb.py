@@ -96,7 +96,7 @@ def allgather_sb2sb_tiled(
     rows = inp.shape[0]
     if lnc_axis is None or rows <= PARTITIONS or rows % (PARTITIONS * cores):
         return _gathered(inp, replica_groups, axis)
-    tiles = inp.reshape(cores, rows // cores, -1)
+    tiles = inp.reshape(cores, rows // cores, inp.shape[1])
     own = lax.dynamic_index_in_dim(tiles, lax.axis_index(lnc_axis), keepdims=False)
     out = _gathered(own, replica_groups, axis)
     return lax.all_gather(out, lnc_axis, tiled=True, to="invarying")
