@@ -105,8 +105,10 @@ def all_to_all(inputs, options):
 
 @adapter("attn_q_batch_shard")
 def attn_q_batch_shard(inputs, options):
-    given = take(options, layout="layout", gqa_group_size="gqa_group_size")
+    given = take(options, gqa_group_size="gqa_group_size")
     given.setdefault("gqa_group_size", len(inputs["inp_per_rank"]))
+    layouts = {name.lower(): name for name in ("NBSd", "dBnS")}
+    given["layout"] = layouts[options.get("layout", "NBSd").lower()]
     results = on_ranks(
         lambda x: sharding.attn_q_batch_shard(x, axis=AXIS, **given),
         inputs["inp_per_rank"],
