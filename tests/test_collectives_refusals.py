@@ -58,7 +58,7 @@ def test_an_axis_of_another_size_is_refused(name, degree, groups):
 def test_an_axis_that_is_not_bound_is_refused(name):
     assert refusal(ring, name, jnp.ones((16, 3)), 4, 1) == (
         f"{name}: axis must be a mesh axis of 4 devices, one a rank, and the call "
-        "inside its shard_map, got 'tensor' of None"
+        "inside its shard_map, got 'tensor', not bound"
     )
 
 

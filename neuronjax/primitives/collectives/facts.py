@@ -78,6 +78,7 @@ def bound_size(axis: Any) -> int | None:
 
 def is_partition(groups: Any, size: int | None = None) -> bool:
     """Whether lists of ranks, all of one length, name each of `[0, size)` once."""
+    groups = groups.tolist() if isinstance(groups, np.ndarray) else groups
     if not isinstance(groups, Sequence) or not groups or isinstance(groups, str):
         return False
     if not all(isinstance(g, Sequence) and len(g) == len(groups[0]) for g in groups):
@@ -87,6 +88,17 @@ def is_partition(groups: Any, size: int | None = None) -> bool:
         return False
     wanted = len(ranks) if size is None else size
     return bool(ranks) and sorted(ranks) == list(range(wanted))
+
+
+def _axis_facts(axis: str, lnc_axis: str | None, devices: int) -> dict[str, Any]:
+    """What is known of the mesh axes that a call names."""
+    found = bound_size(axis)
+    return dict(
+        devices=devices,
+        misfits=found != devices and (devices > 1 or found is not None),
+        seen=", not bound" if found is None else f" of {found}",
+        lnc_found=lnc_axis is None or bound_size(lnc_axis),
+    )
 
 
 def members_of(replica_groups: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -102,13 +114,10 @@ def ring_facts(call: SimpleNamespace) -> dict[str, Any]:
     ranks, groups = int(call.tp_degree), int(call.num_groups)
     plan = plan_of(call)
     return dict(
-        devices=ranks * groups,
-        alone=ranks * groups == 1,
-        found=bound_size(call.axis),
-        lnc_found=call.lnc_axis is None or bound_size(call.lnc_axis),
         plan=plan,
         m=call.lhs.shape[0],
         shares=plan.cores * plan.channels * (ranks if _scatters(call) else 1),
+        **_axis_facts(call.axis, call.lnc_axis, ranks * groups),
         **_contracted_sizes(call),
     )
 
@@ -141,14 +150,9 @@ def _contracted_sizes(call: SimpleNamespace) -> dict[str, Any]:
 def columns_facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rules of the gathers along columns read."""
     groups = call.replica_groups
-    ranks = sum(map(len, groups))
     lnc_axis = getattr(call, "lnc_axis", None)
     rows = call.inp.shape[0]
-    return dict(
-        devices=ranks,
-        alone=ranks == 1,
-        found=bound_size(call.axis),
-        lnc_found=lnc_axis is None or bound_size(lnc_axis),
+    return _axis_facts(call.axis, lnc_axis, sum(map(len, groups))) | dict(
         sizes=sorted({len(group) for group in groups}),
         rows=rows,
         cores=1 if lnc_axis is None else bound_size(lnc_axis) or LNC,

@@ -154,8 +154,8 @@ row(
     "axis",
     PUBLIC,
     "axis must be a mesh axis of {devices} devices, one a rank, and the call inside "
-    "its shard_map, got {axis!r} of {found}",
-    lambda c: c.found != c.devices and not (c.alone and c.found is None),
+    "its shard_map, got {axis!r}{seen}",
+    lambda c: c.misfits,
     example=lambda function: arguments(
         **(
             dict(tp_degree=2, replica_groups=[[0, 1]])
