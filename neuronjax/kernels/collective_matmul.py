@@ -130,6 +130,8 @@ def gathered(x: Array, axis: str | None, groups: Any, dim: int = 0) -> Array:
     if axis is None:
         return x
     (x,) = uniform(x, over=axis)
+    if not x.shape[dim]:  # XLA gathers nothing that is empty
+        return x
     return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
 
 
@@ -138,6 +140,8 @@ def scattered(x: Array, axis: str | None, groups: Any, dim: int = 0) -> Array:
     if axis is None:
         return x
     (x,) = uniform(x, over=axis)
+    if not x.shape[dim]:
+        return x
     options = dict(scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return lax.psum_scatter(x, axis, **options)
 

@@ -83,6 +83,8 @@ def all_reduce(x: jax.Array, group: Group) -> jax.Array:
     (x,) = uniform(x, over=group.axis)
     if group.members is None or len(group.members) == 1:
         return lax.psum(x, group.axis)
+    if not x.size:  # XLA scatters nothing that is empty
+        return x
     size, groups = group_size(group), [list(ranks) for ranks in group.members]
     rest = -x.size % size
     flat = jnp.pad(x.ravel(), (0, rest))
