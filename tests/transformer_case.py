@@ -44,14 +44,19 @@ SPECS = dict(
 )
 
 
-def sizes(**changes):
+def sizes(**changes: Any) -> dict[str, Any]:
     """The whole model's sizes: `G` key/value heads, `n` query heads for each."""
-    found = dict(L=2, B=2, S=2, H=8, G=2, n=2, D=4, I=8, slots=9, ctx=7, quantized=())
+    found: dict[str, Any] = dict(
+        L=2, B=2, S=2, H=8, G=2, n=2, D=4, I=8, slots=9, ctx=7, quantized=()
+    )
     return found | changes
 
 
-def operands(z, *, dtype="float32", seed=0, eps=1e-6):
-    """Every argument of a call by name, of lists of layers."""
+def operands(z, *, dtype="float32", seed=0, eps=1e-6) -> dict[str, Any]:
+    """Every argument of a call by name, of lists of layers.
+
+    float64 needs x64, at the call as well.
+    """
     rng = np.random.default_rng(seed)
     heads = z["G"] * z["n"]
     shapes = dict(
@@ -103,7 +108,7 @@ def _quantized(found, z, rng):
     return lists | scales
 
 
-def stacked(call):
+def stacked(call) -> dict[str, Any]:
     """The same call with an array for each list."""
     return call | {k: jnp.stack(call[k]) for k in PER_LAYER if _is_list(call.get(k))}
 
@@ -112,7 +117,7 @@ def _is_list(x):
     return isinstance(x, list)
 
 
-def split(call):
+def split(call) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of a call, and its settings."""
     arrays = {k: x for k, x in call.items() if k in SPECS and x is not None}
     return arrays, {k: x for k, x in call.items() if k not in arrays}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.primitives.attention_block_tkg.macro import attention_block_tkg_kernel
+from neuronjax.primitives.transformer_tkg.caches import after, written
 from neuronjax.primitives.transformer_tkg.residual import Links, added, own_half
 
 
@@ -75,14 +76,21 @@ def decode_layer(
         update: return the caches with the new tokens in them; else the new tokens,
             keys `[batch, G, head_dim, seq]` and values `[batch, G, seq, head_dim]`.
     """
-    part, *kept = _attention(h, layer, caches, tokens, links, update)
+    alone = caches[1].shape[1] == 1
+    part, kept = _attention(h, layer, caches, tokens, links, update and alone)
+    if update and not alone:
+        stacks = ([x[None] for x in pair] for pair in (caches, kept))
+        k_cache, v_cache = written(*stacks, after(part, tokens.position))
+        kept = k_cache[0], v_cache[0]
     h = added(h, part, links)
-    h = added(h, own_half(layer.feed_forward(h), links), links)
-    return h, (kept[0], kept[1])
+    return added(h, own_half(layer.feed_forward(h), links), links), kept
 
 
 def _attention(h, layer, caches, tokens, links, update):
-    """The rank's part of the attention block, and what its caches hold or shall."""
+    """The rank's part of the attention block, and what its caches hold or shall.
+
+    Only the block of one key/value head updates its caches.
+    """
     groups = caches[1].shape[1]
 
     def block(w_qkv, w_out, mask, k_cache, v_cache):
@@ -103,20 +111,17 @@ def _attention(h, layer, caches, tokens, links, update):
     mask = _mask(tokens.mask, layer, caches)
     if groups == 1:
         part, k, v = block(layer.w_qkv, layer.w_out, mask, *caches)
-        return part, *((k, v) if update else (k.swapaxes(0, 1)[:, None], v))
-    # One macro for all of them: it maps over key/value heads.
+        return part, ((k, v) if update else (k.swapaxes(0, 1)[:, None], v))
     given = (
         _by_group(layer.w_qkv, 1, groups),
         _by_group(layer.w_out, 0, groups),
         _by_group(mask, 2, groups),
         *caches,
     )
-    stored = (1, 1) if update else (0, 0)
-    parts, k, v = jax.vmap(block, (1, 0, 2, 1, 1), (0, *stored))(*given)
+    # One macro for all of them: it maps over key/value heads.
+    parts, k, v = jax.vmap(block, (1, 0, 2, 1, 1))(*given)
     part = parts.astype(accumulator(parts.dtype)).sum(0).astype(parts.dtype)
-    if update:
-        return part, k, v
-    return part, k.transpose(2, 0, 1, 3), v[:, :, 0].swapaxes(0, 1)
+    return part, (k.transpose(2, 0, 1, 3), v[:, :, 0].swapaxes(0, 1))
 
 
 def _mask(mask, layer, caches):

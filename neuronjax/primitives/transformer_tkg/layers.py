@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from neuronjax.kernels.attention_block_tkg.cache import first_slots
-from neuronjax.kernels.kv_cache import write_slots
-from neuronjax.kernels.shard_common import settled, uniform
+from neuronjax.kernels.shard_common import settled
 from neuronjax.kernels.stacked import is_narrow, layer_at
+from neuronjax.primitives.transformer_tkg.caches import written
 from neuronjax.primitives.transformer_tkg.layer import DecodeLayer, Tokens, decode_layer
 from neuronjax.primitives.transformer_tkg.residual import Links
 
@@ -67,22 +66,4 @@ def _scanned(h, layers, caches, tokens, links):
     h, new = lax.scan(body, h, (rows, scanned))
     if tokens.position is None:
         return h, caches
-    k, v = (
-        _written(*pair, tokens.position, axis)
-        for pair, axis in zip(zip(caches, new, strict=True), (4, 3), strict=True)
-    )
-    return h, (k, v)
-
-
-def _written(caches, new, position, axis):
-    """Caches `[layers, batch, G, ...]` with new tokens along `axis`."""
-    layers, batch, groups = caches.shape[:3]
-    first = first_slots(position, new.shape[axis], caches.shape[axis])
-    if batch == 1:  # every row begins at one slot: all of them are one row
-        caches, new = (x.reshape(1, layers, *x.shape[2:]) for x in (caches, new))
-    else:
-        first = jnp.broadcast_to(first[None, :, None], (layers, batch, groups)).ravel()
-        caches, new = (x.reshape(first.size, *x.shape[3:]) for x in (caches, new))
-        axis -= 2
-    held = write_slots(*uniform(caches, new, first), axis=axis)
-    return held.reshape(layers, batch, groups, *held.shape[-2:])
+    return h, written(caches, new, tokens.position)
