@@ -3,7 +3,7 @@
 Operands and results of all ranks stand in front of one another: `[ranks, ...]`.
 """
 
-import functools
+import collections
 import itertools
 from typing import Any, NamedTuple
 
@@ -148,7 +148,7 @@ def all_of(calls: Any, devices: int) -> Any:
 WAYS = {
     1: [(False, 1), (True, 2)],
     2: [(False, 1), (True, 4)],
-    3: [(False, 1), (True, 1), (False, 2), (True, 4)],
+    3: [(True, 1), (False, 2)],
     5: [(False, 2), (True, 1)],
     8: [(False, 1), (True, 2)],
 }
@@ -166,10 +166,7 @@ def calls(devices: int) -> list[Call]:
     ]
 
 
-@functools.cache
-def forward(devices: int) -> tuple[list, list, Program]:
-    """Operands and results of all those calls, and their compiled program."""
-    every = calls(devices)
-    given = [call.drawn(devices) for call in every]
-    compiled = jax.jit(all_of(every, devices)).lower(given).compile()
-    return given, compiled(given), Program(compiled.as_text() or "")
+def permutes(found: Program) -> dict[int, int]:
+    """How many permutes of a program move arrays of each width."""
+    types = [op.types[0] for op in found.find("collective-permute")]
+    return dict(collections.Counter(shape[-1] for _, shape in types))

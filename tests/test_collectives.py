@@ -20,6 +20,7 @@ from neuronjax.primitives.collectives.names import (
     MATMUL_WEIGHT,
 )
 from neuronjax.sharding import make_mesh, ring_plan
+from tests.hlo import Program, along
 from tests.ring_case import (
     AXIS,
     DEVICES,
@@ -30,8 +31,8 @@ from tests.ring_case import (
     all_of,
     calls,
     equation,
-    forward,
     on_ranks,
+    permutes,
     ring_mesh,
 )
 
@@ -49,10 +50,31 @@ def _exactly(call, operands, got):
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_every_macro_is_its_equation(devices):
-    given, outs, _ = forward(devices)
-    for call, operands, got in zip(calls(devices), given, outs, strict=True):
+def test_every_macro_is_its_equation_by_one_permute_for_each_other_rank(devices):
+    """R-51: `channels * (n - 1)` each, with one rank none, and no other exchange.
+
+    A permute moves a channel's rows of one rank, float32 here. The two gathers along
+    columns are one collective each.
+    """
+    every = calls(devices)
+    given = [call.drawn(devices) for call in every]
+    compiled = jax.jit(all_of(every, devices)).lower(given).compile()
+    for call, operands, got in zip(every, given, compiled(given), strict=True):
         _exactly(call, operands, got)
+    found, others = Program(compiled.as_text()), {"all-gather": 1, "reduce-scatter": 1}
+    if devices == 1:
+        assert found.counts() == others
+        return
+    rings = [call for call in every if call.name in RINGS]
+    wanted = {c.sizes.width: c.channels * (devices - 1) for c in rings}
+    assert permutes(found) == wanted
+    moved = others | {"collective-permute": sum(wanted.values())}
+    assert found.counts(along(ring_mesh(devices), AXIS)) == found.counts() == moved
+    rows = {c.sizes.width: c.sizes.rows // c.channels for c in rings}
+    for each in found.collectives:
+        if each.kind == "collective-permute":
+            width = each.operation.types[0][1][-1]
+            assert each.bytes == rows[width] * width * 4
 
 
 @pytest.mark.parametrize("devices", DEVICES)

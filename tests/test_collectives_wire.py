@@ -1,0 +1,223 @@
+"""What rings put on the wire, what waits for what, and what they hold at once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import neuronjax
+from neuronjax.primitives.collectives.names import (
+    GATHER,
+    GATHER_MIRROR,
+    MATMUL,
+    MATMUL_MIRROR,
+    MATMUL_WEIGHT,
+)
+from neuronjax.sharding import make_mesh
+from tests.hlo import Program, along, collectives, groups_of, program, temporaries
+from tests.ring_case import (
+    AXIS,
+    FAMILIES,
+    RINGS,
+    Call,
+    Sizes,
+    all_of,
+    calls,
+    on_ranks,
+    permutes,
+    ring_mesh,
+    shapes,
+)
+
+PERMUTE = "collective-permute"
+
+
+def test_the_pulled_back_ring_shares_the_forward_one():
+    """Forward and gradients of both operands: twice the forward's permutes.
+
+    The ring of the forward pass, which the weight's gradient takes up, and the mirror.
+    """
+    devices, every = 3, [call for call in calls(3) if call.name in RINGS]
+    given = [call.drawn(devices) for call in every]
+    run = all_of(every, devices)
+
+    def both(given, cotangents):
+        outs, pull = jax.vjp(run, given)
+        return outs, pull(cotangents)
+
+    found = program(both, given, jax.eval_shape(run, given))
+    wanted = {c.sizes.width: 2 * c.channels * (devices - 1) for c in every}
+    assert permutes(found) == wanted
+    assert found.counts() == {PERMUTE: sum(wanted.values())}
+
+
+@pytest.mark.parametrize("name", [MATMUL, MATMUL_MIRROR])
+def test_the_gradient_of_one_operand_is_one_ring(name):
+    """What nothing reads is not exchanged."""
+    call = Call(name)
+    operands, run = call.drawn(4), all_of([call], 4)
+    cotangent = jax.eval_shape(run, [operands])[0]
+    for i in range(2):
+
+        def gradient(x, given, cotangent, i=i):
+            fun = lambda x: run([given[:i] + [x] + given[i + 1 :]])[0]  # noqa: E731
+            return jax.vjp(fun, x)[1](cotangent)
+
+        assert collectives(gradient, operands[i], operands, cotangent) == {PERMUTE: 3}
+
+
+def _steps(found: Program) -> tuple[list, list]:
+    """Permutes and products, each with how many permutes it waits for."""
+    moves, products = found.find(PERMUTE), found.products()
+
+    def depth(op):
+        needed = found.needs(op)
+        return sum(move.name in needed for move in moves)
+
+    return [[(depth(op), op) for op in ops] for ops in (moves, products)]
+
+
+DEPTHS = {
+    (False, 1): [0, 1, 2, 3, 4],
+    (True, 1): [0, 1, 1, 2, 2],
+    (False, 2): [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+}
+
+
+@pytest.mark.parametrize("way", DEPTHS)
+@pytest.mark.parametrize("name", [MATMUL, MATMUL_WEIGHT])
+def test_the_next_permute_does_not_wait_for_the_product(name, way):
+    """Double buffering, from what depends on what in the compiled program.
+
+    The product of step k waits for the k permutes that brought its rows, or for half
+    as many where they come both ways; the permute of step k + 1 for no product of
+    step k or later.
+    """
+    call = Call(name, *way)
+    found = program(all_of([call], 5), [call.drawn(5)])
+    moves, products = _steps(found)
+    assert sorted(depth for depth, _ in products) == DEPTHS[way]
+    assert sorted(depth for depth, _ in moves) == [x - 1 for x in DEPTHS[way] if x]
+    for step, move in moves:
+        needed = found.needs(move)
+        assert not any(op.name in needed for at, op in products if at >= step)
+
+
+@pytest.mark.parametrize("way", DEPTHS)
+def test_the_next_product_does_not_wait_for_the_sum(way):
+    """The mirror: a sum waits for its parts, and no product for a sum on its way."""
+    call = Call(MATMUL_MIRROR, *way)
+    found = program(all_of([call], 5), [call.drawn(5)])
+    moves, products = _steps(found)
+    assert [depth for depth, _ in products] == [0] * 5 * call.channels
+    for step, move in moves:
+        needed = found.needs(move)
+        assert sum(op.name in needed for _, op in products) == step + 1
+
+
+def test_the_rows_of_all_ranks_are_never_held_at_once():
+    """No array of `[tp * m, K]`, forward or in the gradient.
+
+    Temporaries of the forward ring take at most 0.4 of those of an all-gather and a
+    product. `temporaries` of the latter are the gathered rows.
+    """
+    devices, (rows, width, other) = 8, (64, 512, 48)
+    sizes = Sizes(rows, width, other)
+    ring = all_of([Call(MATMUL, sizes=sizes)], devices)
+    given = [
+        [
+            jax.ShapeDtypeStruct((devices, *shape), jnp.float32)
+            for shape in shapes(MATMUL, devices, sizes)
+        ]
+    ]
+
+    def plain(given):
+        return FAMILIES[MATMUL].plain(*given[0], name=MATMUL, axis=AXIS)
+
+    def pulled(given, cotangents):
+        return jax.vjp(ring, given)[1](cotangents)
+
+    gathered = devices * rows * width
+    assert not program(ring, given).large(gathered)
+    assert not program(pulled, given, jax.eval_shape(ring, given)).large(gathered)
+    whole = on_ranks(ring_mesh(devices), plain)
+    assert program(whole, given).large(gathered)
+    assert temporaries(whole, given) >= 4 * gathered
+    assert temporaries(ring, given) <= 0.4 * temporaries(whole, given)
+
+
+FUNCTIONS = {
+    "allgather_compute_matmul": MATMUL,
+    "matmul_reduce_scatter": MATMUL_MIRROR,
+    "fine_grained_allgather": GATHER,
+    "fine_grained_reduce_scatter": GATHER_MIRROR,
+}
+
+
+@pytest.mark.parametrize("hbm", [False, True])
+def test_two_cores_join_their_parts_in_one_gather(hbm):
+    """Four ranks of two cores: two channels of three permutes, and one all-gather.
+
+    None of it where the kernel's own axes are asked for.
+    """
+    mesh, found = make_mesh(tensor=4, lnc=2), {}
+    for function, name in FUNCTIONS.items():
+        given = [jnp.repeat(x, 2, 0) for x in Call(name).drawn(4)]
+        for raw in (False, True):
+
+            def run(*own, function=function, raw=raw):
+                options = dict(lnc_axis="lnc", raw=raw, bidirectional=hbm)
+                return getattr(neuronjax, function)(*own, 4, 1, hbm, **options)
+
+            found[raw] = program(on_ranks(mesh, run), *given)
+        assert found[True].counts() == {PERMUTE: 6}
+        assert found[False].counts() == {PERMUTE: 6, "all-gather": 1}
+        assert found[False].counts(along(mesh, AXIS)) == {PERMUTE: 6}
+        assert found[False].counts(along(mesh, "lnc")) == {"all-gather": 1}
+
+
+def test_a_ring_in_a_loop_counts_once_for_its_body():
+    mesh = ring_mesh(3)
+    x = jnp.ones((3, 2, 4))
+    weights = jnp.ones((3, 5, 4, 4))
+
+    def layers(x, weights):
+        def body(x, w):
+            wide = neuronjax.allgather_compute_matmul(x, w, 3, 1)
+            return neuronjax.matmul_reduce_scatter(wide, w, 3, 1), None
+
+        return lax.scan(body, x, weights)[0]
+
+    found = program(on_ranks(mesh, layers), x, weights)
+    assert found.places() == ({PERMUTE: 4}, {})
+
+
+def test_groups_of_devices_are_read_in_every_form():
+    """As XLA writes them: lists, a grid of numbers, axes of a mesh, or who sends."""
+    mesh = make_mesh(a=2, b=2, c=2)
+    grid = "replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true"
+    assert groups_of(grid) == along(mesh, "a")
+    assert groups_of("replica_groups=[2,4]<=[8], dimensions={0}") == along(mesh, *"bc")
+    lists = "replica_groups={{0,1,4,5},{2,3,6,7}}, dimensions={0}"
+    assert groups_of(lists) == along(mesh, "a", "c")
+    named = "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}, to_apply=%add"
+    assert groups_of(named) == along(mesh, "a", "c")
+    ring = "source_target_pairs={{0,2},{2,0},{1,3},{3,1},{4,6},{6,4},{5,7},{7,5}}"
+    assert groups_of(ring) == along(mesh, "b")
+    with pytest.raises(ValueError, match="cannot read"):
+        groups_of("channel_id=1")
+
+
+def test_what_a_program_gathers_first_is_seen_to_be_waited_for():
+    """The searches above find what they look for: a gather before its product."""
+
+    def run(lhs, rhs):
+        return lax.all_gather(lhs, AXIS, tiled=True) @ rhs
+
+    given = Call(MATMUL, sizes=Sizes(4, 3, 5)).drawn(2)
+    found = program(on_ranks(ring_mesh(2), run), *given)
+    (gather,), (product,) = found.find("all-gather"), found.products()
+    assert gather.name in found.needs(product)
+    assert product.name not in found.needs(gather)
+    assert [c.bytes for c in found.collectives] == [4 * 3 * 4]
+    assert (8, 5) in found.large(8 * 5) and not found.large(8 * 5 + 1)
