@@ -1,10 +1,8 @@
 """Generation: prefill once, then one token a step, sampled on the device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +10,30 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-if TYPE_CHECKING:
-    from neuronjax.models.llama import Llama
+from neuronjax.models.cache import Cache
+from neuronjax.models.config import DecoderConfig
 
 # Prompts and caches are padded to multiples of this: one compilation serves many
 # lengths.
 GRAIN = 64
 
 
+class Decoder(Protocol):
+    """What `generate` needs of a model, which is an NNX module besides."""
+
+    config: DecoderConfig
+
+    def prefill(self, tokens: Array, lengths: Array, slots: int) -> tuple[Array, Cache]:
+        """Reads prompts into a new cache; see `Llama.prefill`."""
+        ...
+
+    def decode(self, tokens: Array, cache: Any) -> tuple[Array, Cache]:
+        """Reads more tokens of each row; see `Llama.decode`."""
+        ...
+
+
 def generate(
-    model: Llama,
+    model: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int = 64,

@@ -55,7 +55,7 @@ def pack_qkv(
             "pack_qkv: k and v must have one shape and as many rows as q, got "
             f"{q.shape}, {k.shape} and {v.shape}"
         )
-    return _module(q, k, v).concatenate([q, k, v], -1)
+    return module_of(q, k, v).concatenate([q, k, v], -1)
 
 
 def unpack_qkv(
@@ -82,7 +82,7 @@ def unpack_qkv(
         )
     d_head = qkv.shape[-1] // heads
     ends = [num_q_heads * d_head, (num_q_heads + num_kv_heads) * d_head]
-    q, k, v = _module(qkv).split(qkv, ends, -1)
+    q, k, v = module_of(qkv).split(qkv, ends, -1)
     return q, k, v
 
 
@@ -106,7 +106,7 @@ def pack_gate_up(
             "pack_gate_up: gate and up must have one shape, got "
             f"{gate.shape} and {up.shape}"
         )
-    return _module(gate, up).stack([gate, up], -2)
+    return module_of(gate, up).stack([gate, up], -2)
 
 
 def unpack_gate_up(
@@ -244,7 +244,7 @@ def to_hugging_face(
     return tensors
 
 
-def _module(*arrays: Any) -> Any:
+def module_of(*arrays: Any) -> Any:
     """NumPy for NumPy arrays, else `jax.numpy`."""
     return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
@@ -255,6 +255,6 @@ def _reordered(function, rows_order, weight, num_heads: int, axis: int):
             f"{function}: axis {axis} of weight must hold {num_heads} heads of an even "
             f"width, got {weight.shape}"
         )
-    module = _module(weight)
+    module = module_of(weight)
     rows = rows_order(module.moveaxis(weight, axis, 0), num_heads)
     return module.moveaxis(rows, 0, axis)

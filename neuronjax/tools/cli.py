@@ -66,24 +66,17 @@ def run(
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     dtype: _DtypeOption = Dtype.float32,
     devices: Annotated[int, typer.Option(min=1, help="split over this many")] = 1,
+    tensor: Annotated[
+        int | None, typer.Option(min=1, help="ranks that share the key heads")
+    ] = None,
+    lnc: Annotated[int, typer.Option(min=1, max=2, help="cores of each rank")] = 1,
     quant: Annotated[
         Quant | None, typer.Option(help="quantize the projections first")
     ] = None,
 ) -> None:
     """Continues PROMPT with MODEL; the text streams to standard output."""
     with one_line_errors():
-        _start_devices(devices)
-        from neuronjax.models.pretrained import load_pretrained
-        from neuronjax.tools.evaluate import quantized
-
-        # One compiled layer instead of thirty: the first word comes in a third of
-        # the time, and the later ones as fast.
-        loaded = load_pretrained(model, dtype=dtype.value, scan_layers=quant is None)
-        decoder = loaded.model
-        if quant is not None:
-            decoder = quantized(loaded, quant.value).stacked()
-        if devices > 1:
-            _spread(decoder, devices)
+        loaded, decoder = _loaded(model, dtype, devices, tensor, lnc, quant)
         if chat:
             ids = loaded.tokenizer.encode_chat([{"role": "user", "content": prompt}])
         else:
@@ -224,7 +217,42 @@ class _Speech:
         return f"prompt {self._prompt_tokens} tokens, answer {count} tokens, {pace}"
 
 
-def _start_devices(count: int) -> None:
+def _loaded(
+    model: str,
+    dtype: Dtype,
+    devices: int,
+    tensor: int | None,
+    lnc: int,
+    quant: Quant | None,
+):
+    """A model with its tokenizer, and its decoder: quantized, spread or over a mesh."""
+    over_mesh = tensor is not None or lnc > 1
+    if over_mesh and (devices > 1 or quant is not None):
+        raise ValueError(
+            "--tensor and --lnc: expected without --devices and --quant, got both"
+        )
+    ranks = tensor or 1
+    if over_mesh:
+        _start_devices(ranks * lnc, "--tensor times --lnc")
+    else:
+        _start_devices(devices, "--devices")
+    from neuronjax.models.pretrained import load_pretrained
+    from neuronjax.tools.evaluate import quantized
+
+    # One compiled layer instead of thirty: the first word comes in a third of
+    # the time, and the later ones as fast.
+    loaded = load_pretrained(model, dtype=dtype.value, scan_layers=quant is None)
+    if over_mesh:
+        return loaded, _over_mesh(loaded.model, ranks, lnc)
+    decoder = loaded.model
+    if quant is not None:
+        decoder = quantized(loaded, quant.value).stacked()
+    if devices > 1:
+        _spread(decoder, devices)
+    return loaded, decoder
+
+
+def _start_devices(count: int, option: str) -> None:
     """Asks for `count` CPU devices, which has to come before jax looks for devices."""
     import jax
 
@@ -235,9 +263,17 @@ def _start_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
     if len(jax.devices()) < count:
         raise ValueError(
-            f"--devices: expected at most {len(jax.devices())}, which are all that "
+            f"{option}: expected at most {len(jax.devices())}, which are all that "
             f"{jax.default_backend()} has here, got {count}"
         )
+
+
+def _over_mesh(model, tensor: int, lnc: int):
+    """The model as ranks that each have their own heads, MLP columns and cache."""
+    from neuronjax.models.mesh_decoder import MeshDecoder
+    from neuronjax.sharding.mesh import make_mesh
+
+    return MeshDecoder(model, make_mesh(tensor=tensor, lnc=lnc))
 
 
 def _spread(model, count: int) -> None:
