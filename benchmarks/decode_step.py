@@ -239,40 +239,76 @@ def neuronjax_step(
     """
 
     def build(case: Case) -> Work:
-        import jax
-        import jax.numpy as jnp
-        from flax import nnx
-
         from neuronjax.models.cache import Cache
 
         model, layers = _llama(case, dtype)
         if mode is not None:
             model = _quantized(model, mode)
         if scan:
-            model = model.stacked()
-            layers = jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
-        graph, state = nnx.split(model)
-        lengths = jnp.array([case["context"] - 1], jnp.int32)
-        token = jnp.array([[7]], jnp.int32)
-
-        def step(state, lengths, layers):
-            cache = Cache(layers, lengths)
-            logits, cache = nnx.merge(graph, state).decode(token, cache)
-            return jnp.argmax(logits, -1), logits[0], cache.layers
-
-        jitted = jax.jit(step, donate_argnums=2)
-        compiled, facts = jax_compile(jitted, state, lengths, layers)
-        facts["stored_mb"] = sum(x.nbytes for x in jax.tree.leaves(state)) / 1e6
-        held = [layers]
-
-        def run():
-            token_out, logits, held[0] = compiled(state, lengths, held[0])
-            jax.block_until_ready(token_out)
-            return logits
-
-        return Work(run, facts=facts)
+            model, layers = model.stacked(), _stack(layers)
+        return _step(case, model, layers, Cache)
 
     return build
+
+
+def _transformer_tkg(*, scan: bool) -> Callable[[Case], Work]:
+    """The same step by `transformer_tkg`, on a mesh of one device."""
+
+    def build(case: Case) -> Work:
+        import jax.numpy as jnp
+
+        from neuronjax.models.mesh_decoder import MeshCache, MeshDecoder
+        from neuronjax.nn.cache import LayerCache
+        from neuronjax.sharding import make_mesh
+
+        model, layers = _llama(case, "float32")
+        decoder = MeshDecoder(model, make_mesh(tensor=1), scan_layers=scan)
+        # Its cache has a slot to spare.
+        layers = tuple(
+            LayerCache(
+                jnp.pad(layer.key, ((0, 0),) * 3 + ((0, 1),)),
+                jnp.pad(layer.value, ((0, 0),) * 2 + ((0, 1), (0, 0))),
+            )
+            for layer in layers
+        )
+        return _step(case, decoder, _stack(layers) if scan else layers, MeshCache)
+
+    return build
+
+
+def _stack(layers: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *layers)
+
+
+def _step(case: Case, model: Any, layers: Any, cache_type: Callable) -> Work:
+    """One step of `model`, whose caches are `layers`."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    graph, state = nnx.split(model)
+    lengths = jnp.array([case["context"] - 1], jnp.int32)
+    token = jnp.array([[7]], jnp.int32)
+
+    def step(state, lengths, layers):
+        cache = cache_type(layers, lengths)
+        logits, cache = nnx.merge(graph, state).decode(token, cache)
+        return jnp.argmax(logits, -1), logits[0], cache.layers
+
+    jitted = jax.jit(step, donate_argnums=2)
+    compiled, facts = jax_compile(jitted, state, lengths, layers)
+    facts["stored_mb"] = sum(x.nbytes for x in jax.tree.leaves(state)) / 1e6
+    held = [layers]
+
+    def run():
+        token_out, logits, held[0] = compiled(state, lengths, held[0])
+        jax.block_until_ready(token_out)
+        return logits
+
+    return Work(run, facts=facts)
 
 
 def _quantized(model: Any, mode: str) -> Any:
@@ -328,11 +364,15 @@ WORKLOAD = Workload(
         "jnp_unrolled": Side(_jnp(_jnp_unrolled, stacked=False)),
         "neuronjax_scan": Side(neuronjax_step(scan=True)),
         "neuronjax_unrolled": Side(neuronjax_step(scan=False)),
+        "transformer_tkg_scan": Side(_transformer_tkg(scan=True)),
+        "transformer_tkg_unrolled": Side(_transformer_tkg(scan=False)),
     },
     ideal=ideal,
     targets=(
         Target("neuronjax_scan", "*", "ms", 0.5, "torch_eager"),
         Target("neuronjax_scan", "*", "compile_s", 0.7),
         Target("neuronjax_unrolled", "*", "compile_s", 4.0),
+        Target("transformer_tkg_scan", "*", "compile_s", 0.7),
+        Target("transformer_tkg_unrolled", "*", "compile_s", 4.0),
     ),
 )
