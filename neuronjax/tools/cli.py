@@ -1,4 +1,4 @@
-"""The `neuronjax` command: run a model, list its macros, score it, draw masks."""
+"""The `neuronjax` command: run a model, list its macros, score it, draw pictures."""
 
 import contextlib
 import enum
