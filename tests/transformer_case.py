@@ -128,7 +128,7 @@ def on_mesh(arrays, rest, *, tensor=1, lnc=1, **options):
     mesh = make_mesh(tensor=tensor, lnc=lnc)
     groups = dict(axis="tensor", replica_groups=[[*range(tensor)]])
     options = groups | options | (dict(lnc_axis="lnc") if lnc == 2 else {})
-    specs = {k: _spec(k, x, lnc) for k, x in arrays.items()}
+    specs = {k: spec_of(k, x, lnc) for k, x in arrays.items()}
     caches = tuple(specs[k] for k in ("K_caches", "V_caches"))
 
     def local(arrays):
@@ -138,7 +138,9 @@ def on_mesh(arrays, rest, *, tensor=1, lnc=1, **options):
     return run(arrays)
 
 
-def _spec(name, x, lnc):
+def spec_of(name, x, lnc):
+    """How an argument lies over a mesh of ranks of `lnc` cores."""
+
     def kept(entry):
         names = [a for a in np.atleast_1d(entry) if a == "tensor" or lnc == 2]
         names = [a for a in names if a is not None]

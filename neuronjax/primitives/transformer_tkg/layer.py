@@ -78,11 +78,12 @@ def decode_layer(
     """
     alone = caches[1].shape[1] == 1
     part, kept = _attention(h, layer, caches, tokens, links, update and alone)
+    h = added(h, part, links)
     if update and not alone:
         stacks = ([x[None] for x in pair] for pair in (caches, kept))
-        k_cache, v_cache = written(*stacks, after(part, tokens.position))
+        # Behind the sum, which is typed alike on both cores, as the caches are.
+        k_cache, v_cache = written(*stacks, after(h, tokens.position))
         kept = k_cache[0], v_cache[0]
-    h = added(h, part, links)
     return added(h, own_half(layer.feed_forward(h), links), links), kept
 
 
