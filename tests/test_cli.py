@@ -83,10 +83,23 @@ def test_several_devices_say_the_same(folder, loaded, devices):
     assert result.stdout == answer(loaded, loaded.tokenizer.encode("the cat")) + "\n"
 
 
-def test_devices_are_made_before_jax_starts(folder, loaded):
+@pytest.mark.parametrize(
+    "mesh", [("--tensor", 2), ("--lnc", 2), ("--tensor", 2, "--lnc", 2)]
+)
+def test_ranks_and_cores_say_the_same(folder, loaded, mesh):
+    result = invoke("run", folder, "the cat", "--max-tokens", 8, *mesh)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer(loaded, loaded.tokenizer.encode("the cat")) + "\n"
+    assert "answer 8 tokens" in result.stderr and "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [("--devices", "2"), ("--tensor", "2", "--lnc", "2")]
+)
+def test_devices_are_made_before_jax_starts(folder, loaded, options):
     code = "from neuronjax.tools.cli import app; app()"
     command = [sys.executable, "-c", code, "run", str(folder), "the cat"]
-    command += ["--max-tokens", "8", "--devices", "2"]
+    command += ["--max-tokens", "8", *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == answer(loaded, loaded.tokenizer.encode("the cat")) + "\n"
@@ -105,6 +118,13 @@ def test_one_token_still_has_a_pace(folder):
         (("run", "{folder}", "x", "--max-tokens", 128), "max_seq = 128, got 1 + 128"),
         (("run", "{folder}", "x", "--top-p", 2), "top_p must be in (0, 1]"),
         (("run", "{folder}", "x", "--devices", 99), "--devices: expected at most 8"),
+        (
+            ("run", "{folder}", "x", "--tensor", 4),
+            "the 4 ranks of 'tensor' must divide the key heads, got num_kv_heads = 2",
+        ),
+        (("run", "{folder}", "x", "--tensor", 5, "--lnc", 2), "at most 8"),
+        (("run", "{folder}", "x", "--tensor", 2, "--devices", 2), "without --devices"),
+        (("run", "{folder}", "x", "--lnc", 2, "--quant", "mxfp8"), "without --devices"),
         (("run", "{folder}/config.json", "x"), "expected a .gguf file or a folder"),
         (("trace", "nothing"), "nothing: expected smollm2, a .gguf file"),
         (("trace", "{folder}/config.json"), "expected .gguf or a folder"),
@@ -121,7 +141,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, words):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--dtype", "int8"), ("--max-tokens", 0), ("--temperature", -1), ("--devices", 0)],
+    [
+        ("--dtype", "int8"),
+        ("--max-tokens", 0),
+        ("--temperature", -1),
+        ("--devices", 0),
+        ("--tensor", 0),
+        ("--lnc", 3),
+    ],
 )
 def test_an_option_outside_its_range_is_refused(folder, option, value):
     result = invoke("run", folder, "x", option, value)
