@@ -186,8 +186,9 @@ def test_every_replicated_operand_gets_its_gradient_once():
                 own = [x if j == i else x[0] for j, x in enumerate(own)]
                 return call.run(*own)[None]
 
-            over = dict(mesh=ring_mesh(ranks), in_specs=specs, out_specs=P(AXIS))
-            outs.append(jax.shard_map(local, **over)(*own))
+            mesh = ring_mesh(ranks)
+            over = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
+            outs.append(over(*own))
         return outs
 
     def alone(given):

@@ -74,7 +74,7 @@ def _steps(found: Program) -> tuple[list, list]:
         needed = found.needs(op)
         return sum(move.name in needed for move in moves)
 
-    return [[(depth(op), op) for op in ops] for ops in (moves, products)]
+    return [(depth(op), op) for op in moves], [(depth(op), op) for op in products]
 
 
 DEPTHS = {
