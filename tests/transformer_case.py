@@ -172,15 +172,18 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def reference(call):
-    """`(output, K_caches, V_caches)` of the whole model in float64."""
+def reference(call, feed_forward=None):
+    """`(output, K_caches, V_caches)` of the whole model in float64.
+
+    `feed_forward(h, layer)` stands for the dense one where it is given.
+    """
     layers = range(call["num_layers"])
     h, k_caches, v_caches = wide(call["X"]), [], []
     for i in layers:
         own = {k: call[k][i] for k in PER_LAYER if call.get(k) is not None}
         part, k, v = _attention(h, own, call)
         h = h + part
-        h = h + _feed_forward(h, own, call)
+        h = h + (feed_forward(h, i) if feed_forward else _feed_forward(h, own, call))
         k_caches.append(k)
         v_caches.append(v)
     return h, k_caches, v_caches
