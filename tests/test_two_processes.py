@@ -97,3 +97,10 @@ def test_a_ring_with_a_whole_factor_is_the_same(one_and_two):
     assert len(names) == 6
     for name in names:
         np.testing.assert_allclose(two[name], one[name], 1e-6, 1e-6, err_msg=name)
+
+
+def test_ranks_on_several_processes_generate_the_same(one_and_two):
+    one, two = one_and_two
+    for name in ("tokens 4 1", "tokens 2 2"):
+        assert one[name].shape == (2, 5)
+        np.testing.assert_array_equal(two[name], one[name], err_msg=name)

@@ -11,6 +11,7 @@ writes what they found.
 """
 
 import argparse
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from neuronjax import allgather_compute_matmul
 from neuronjax.models.config import LlamaConfig
 from neuronjax.models.llama import Llama
+from neuronjax.models.mesh_decoder import MeshDecoder
 from neuronjax.sharding.mesh import make_mesh
 from neuronjax.sharding.placement import place
 
@@ -125,6 +127,18 @@ def ring() -> dict[str, np.ndarray]:
     return found
 
 
+def generation() -> dict[str, np.ndarray]:
+    """Tokens of a decoder whose ranks are on several processes; ranks of two cores."""
+    found = {}
+    for ranks, cores in ((4, 1), (2, 2)):
+        config = dataclasses.replace(CONFIG, num_kv_heads=ranks)
+        model = Llama(config, scan_layers=True, rngs=nnx.Rngs(1))
+        decoder = MeshDecoder(model, make_mesh(tensor=ranks, lnc=cores))
+        made = decoder.generate([[1, 2, 3], [4]], max_tokens=5)
+        found[f"tokens {ranks} {cores}"] = np.array(made)
+    return found
+
+
 def main() -> None:
     """Runs everything and writes it."""
     parser = argparse.ArgumentParser()
@@ -135,7 +149,7 @@ def main() -> None:
     parser.add_argument("--coordinator", default="")
     given = parser.parse_args()
     start(given.processes, given.process, given.devices, given.coordinator)
-    found = training() | ring()
+    found = training() | ring() | generation()
     found["devices"] = np.array([jax.device_count(), jax.local_device_count()])
     if jax.process_index() == 0:
         np.savez(given.out, **found)
