@@ -19,11 +19,15 @@ def layer_at(stack: Any, i: jax.Array) -> Any:
     """Layer `i` of a pytree of stacked arrays.
 
     A narrow float is cut out of bytes, behind a barrier that keeps the bytes in the
-    loop as well: XLA on a CPU would widen all layers before the loop.
+    loop as well: XLA on a CPU would widen all layers before the loop. Each has its own:
+    behind a common one all would vary over every mesh axis that any of them does.
     """
-    narrow = any(is_narrow(x.dtype) for x in jax.tree.leaves(stack))
-    i, stack = lax.optimization_barrier((i, stack)) if narrow else (i, stack)
-    return jax.tree.map(lambda x: _row(x, i), stack)
+
+    def row(x):
+        x, own = lax.optimization_barrier((x, i)) if is_narrow(x.dtype) else (x, i)
+        return _row(x, own)
+
+    return jax.tree.map(row, stack)
 
 
 @jax.custom_jvp
