@@ -335,17 +335,6 @@ def test_columns_are_gathered_in_the_order_of_their_group(rows):
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("ranks", [16, 32])
-def test_more_ranks_than_devices_are_an_axis_of_vmap(ranks):
-    lhs, rhs = Call(MATMUL, sizes=Sizes(2, 3, 2)).drawn(ranks)
-
-    def run(lhs, rhs):
-        return neuronjax.allgather_compute_matmul(lhs, rhs, ranks, 1, axis=AXIS)
-
-    got = jax.jit(jax.vmap(run, axis_name=AXIS))(lhs, rhs)
-    np.testing.assert_array_equal(got, equation(MATMUL, (lhs, rhs)))
-
-
 def test_a_plan_is_a_function_of_its_arguments_alone():
     """R-53: nothing is tuned and nothing is stored, so no choice can go stale."""
     shape = jax.ShapeDtypeStruct
@@ -369,34 +358,3 @@ def test_a_plan_is_a_function_of_its_arguments_alone():
         kept = 2 * k * n * size if 2 * k * n * size <= 16 << 20 else 0
         fits = not hbm and 2 * m * k * size <= (24 << 20) - kept
         assert plan.path == ("sbuf" if fits else "hbm")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cores", "version", "wanted"),
-    [(4, 2, 3, 2), (8, 2, 3, 2), (16, 2, 3, 2), (32, 2, 3, 2), (32, 2, 2, 4)]
-    + [(64, 2, 3, 4), (128, 2, 2, 4), (2, 2, 3, 1), (6, 2, 3, 1)]
-    + [(n, 1, v, 1) for n in (4, 32, 64) for v in (2, 3)],
-)
-def test_channels_are_those_of_the_table(ranks, cores, version, wanted):
-    lhs = jax.ShapeDtypeStruct((64, 8), "float32")
-    plan = ring_plan(lhs, None, ranks, cores=cores, nc_version=version)
-    assert plan.channels == wanted
-    assert plan.permutes == wanted * (ranks - 1)
-
-
-def test_the_budgets_are_met_to_the_byte():
-    """16 MiB for two buffers of rhs, and what is left of 24 MiB for two of lhs."""
-    shape = jax.ShapeDtypeStruct
-
-    def path(m, n, **more):
-        lhs, rhs = shape((m, 1024), "float32"), shape((1024, n), "float32")
-        plan = ring_plan(lhs, rhs, 2, **more)
-        return plan.path, plan.rhs_on_chip
-
-    assert path(1024, 2048) == ("sbuf", True)
-    assert path(1025, 2048) == ("hbm", True)
-    assert path(3072, 2049) == ("sbuf", False)
-    assert path(3073, 2049) == ("hbm", False)
-    assert path(2048, 2048, cores=2) == ("sbuf", True)
-    assert path(2050, 2048, cores=2) == ("hbm", True)
-    assert path(1024, 2048, force_hbm_cc=True) == ("hbm", True)
