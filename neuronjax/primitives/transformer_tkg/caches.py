@@ -5,6 +5,7 @@ caches: on a CPU a copy of all slots, four times the step's time for two sequenc
 in a scan would hold them twice.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -40,6 +41,7 @@ def written(
     return _written(k_cache, k, position, 4), _written(v_cache, v, position, 3)
 
 
+@functools.partial(jax.jit, static_argnums=3)  # traced once for all layers
 def _written(cache, new, position, axis):
     layers, batch, groups = cache.shape[:3]
     first = first_slots(position, new.shape[axis], cache.shape[axis])
