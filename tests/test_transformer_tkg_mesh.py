@@ -243,6 +243,32 @@ def test_ranks_that_hold_the_same_weights_add_them_up():
     require_close(jax.jit(run)(arrays), reference(tripled), 2e-5)
 
 
+def test_ranks_may_be_mapped():
+    """As many as there are no devices for, all of them with the same weights."""
+    call = operands(sizes(L=1))
+    arrays, rest = case.split(call)
+    options = dict(axis="tensor", replica_groups=[[*range(16)]])
+
+    def local(arrays):
+        return neuronjax.transformer_tkg(**arrays, **rest, **options)
+
+    mapped = jax.vmap(local, None, axis_size=16, axis_name="tensor")
+    out, k_caches, v_caches = jax.jit(mapped)(arrays)
+    got = out[3], [x[3] for x in k_caches], [x[3] for x in v_caches]
+    times = call | {k: [16 * x for x in call[k]] for k in ("W_outs", "W_downs")}
+    require_close(got, reference(times), 2e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_both_routes_compute_the_same(stacked):
+    call, wanted = _eight()
+    given = case.stacked(call) if stacked else call
+    with neuronjax.lowering("composite"):
+        require_close(_run(given, 2, 2, True), wanted, 2e-5)
+    with neuronjax.plain():
+        require_close(_run(given, 2, 2, True), wanted, 2e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -58,15 +58,22 @@ def transformer_tkg(inputs, options):
         return neuronjax.transformer_tkg(**arrays, **rest, **more)
 
     if size > 1:
-        mesh = jax.make_mesh(
-            (size,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:size]
-        )
-        local = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
+        local = _on_ranks(local, size)
     output, k_caches, v_caches = jax.jit(local)(arrays)
     found = dict(output=output)
     for i, (k, v) in enumerate(zip(k_caches, v_caches, strict=True)):
         found |= {f"K_cache_{i}": k, f"V_cache_{i}": v}
     return found
+
+
+def _on_ranks(local, size):
+    """`local` on `size` ranks, which are mapped where there are fewer devices."""
+    if size > jax.device_count():
+        ranks = jax.vmap(local, None, axis_size=size, axis_name="tensor")
+        return lambda arrays: jax.tree.map(lambda x: x[0], ranks(arrays))
+    devices = jax.devices()[:size]
+    mesh = jax.make_mesh((size,), ("tensor",), (AxisType.Auto,), devices=devices)
+    return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
 
 
 _SPREAD = {*_LISTS.values(), "X", "RoPE_cos", "RoPE_sin"}
