@@ -156,6 +156,20 @@ def test_long_prompts_are_read_in_chunks(monkeypatch, seq, lengths):
     close(steps(decoder_of("three", 3), **given)[0], wanted)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(data=2, tensor=3), dict(tensor=3, lnc=2, explicit=True), dict(heads=3)],
+    ids=["another axis", "explicit", "another name"],
+)
+def test_meshes_of_other_kinds_compute_the_same(monkeypatch, sizes):
+    """Ten tokens of a prompt in chunks of 4, so that every loop is there."""
+    given = dict(seq=10, lengths=(3, 10, 8), slots=17)
+    monkeypatch.setattr(module, "CHUNK", 4)
+    axis = "heads" if "heads" in sizes else "tensor"
+    decoder = MeshDecoder(model_of("three"), make_mesh(**sizes), axis=axis)
+    close(steps(decoder, **given)[0], steps(model_of("three"), **given)[0])
+
+
 def test_a_row_without_room_keeps_its_cache_and_still_answers():
     """7 + 1 + 3 tokens do not fit into 10 slots, 3 + 1 + 3 do."""
     wanted, held = steps(model_of("three"), slots=10)

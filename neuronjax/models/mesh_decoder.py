@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -271,13 +271,11 @@ class MeshDecoder(nnx.Module):
             dtype=self.embedding[...].dtype,
             stacked=self.scan_layers,
         )
-        return jax.tree.map(
-            lambda x, spec: lax.with_sharding_constraint(
-                x, NamedSharding(self.mesh, spec)
-            ),
-            empty.layers,
-            self._cache_spec(),
-        )
+        specs = self._cache_spec()
+        if AxisType.Explicit in self.mesh.axis_types:
+            return laid(self.mesh, empty.layers, specs)
+        places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        return lax.with_sharding_constraint(empty.layers, places)
 
     def _packed(self, layer, dtype) -> nnx.Dict:
         """The weights of a layer, each part on its device."""
