@@ -1,0 +1,1 @@
+"""Convolutions along one axis: all channels, and each channel alone."""
