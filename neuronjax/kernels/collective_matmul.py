@@ -36,7 +36,9 @@ def collective_matmul_fwd(
     Rows come in the order of the ranks. A channel takes its share of each rank's rows.
     """
     group = Group(axis, groups)
-    out = jnp.zeros((group_size(group), lhs.shape[0], rhs.shape[1]), lhs.dtype)
+    # Made of both operands, it is divided as they are over an explicit mesh.
+    blank = jnp.zeros_like(lhs.sum(1))[:, None] + jnp.zeros_like(rhs.sum(0), lhs.dtype)
+    out = jnp.broadcast_to(blank, (group_size(group), *blank.shape))
     out, lhs, rhs = uniform(out, lhs, rhs, over=axis)
     for channel, rank, chunk in arriving_rows(lhs, group, channels, bidirectional):
         out = placed(out, product(chunk, rhs).astype(lhs.dtype), rank, channel.start)
@@ -81,9 +83,10 @@ def collective_matmul_weight_bwd(
     groups: Members | None = None,
     channels: int = 1,
     bidirectional: bool = False,
+    dtype: str | None = None,
     **_: Any,
 ) -> tuple[Float[Array, "d_in d_out"]]:
-    """Returns `(gathered lhs).T @ d_out`, by the ring of the forward pass."""
+    """Returns `(gathered lhs).T @ d_out` in `dtype`, by the ring of the forward."""
     group = Group(axis, groups)
     acc = accumulator(lhs.dtype, d_out.dtype)
     total = jnp.zeros((lhs.shape[1], d_out.shape[1]), acc)
@@ -94,7 +97,7 @@ def collective_matmul_weight_bwd(
         total = total + jnp.einsum(
             "rk,rn->kn", chunk.astype(acc), block(blocks, rank, rows).astype(acc)
         )
-    return (total.astype(promoted(lhs.dtype, d_out.dtype)),)
+    return (total.astype(dtype or promoted(lhs.dtype, d_out.dtype)),)
 
 
 def collective_matmul_plain(
@@ -112,11 +115,17 @@ def matmul_reduce_scatter_plain(
 
 
 def collective_matmul_weight_plain(
-    lhs: Array, d_out: Array, *, axis: str | None = None, groups: Any = None, **_: Any
+    lhs: Array,
+    d_out: Array,
+    *,
+    axis: str | None = None,
+    groups: Any = None,
+    dtype: str | None = None,
+    **_: Any,
 ) -> tuple[Array]:
     """The same by JAX's own all-gather."""
     total = product(gathered(lhs, axis, groups).T, d_out)
-    return (total.astype(promoted(lhs.dtype, d_out.dtype)),)
+    return (total.astype(dtype or promoted(lhs.dtype, d_out.dtype)),)
 
 
 def product(lhs: Array, rhs: Array) -> Array:

@@ -40,7 +40,7 @@ def all_gather_fwd(
 ) -> tuple[Shaped[Array, "all_rows columns"]]:
     """Returns the rows of all ranks, in the order of the ranks; a copy."""
     group = Group(axis, groups)
-    out = jnp.zeros((group_size(group), *x.shape), x.dtype)
+    out = jnp.broadcast_to(jnp.zeros_like(x), (group_size(group), *x.shape))
     out, x = uniform(out, x, over=axis)
     for own, rank, chunk in arriving_rows(x, group, channels, bidirectional):
         out = placed(out, chunk, rank, own.start)

@@ -244,6 +244,11 @@ class MacroFamily:
 
     def _batch(self, p, axis, operands, dims, *, tree, axes, **params):
         operands, dims = list(operands), list(dims)
+        config = dict(params["config"])
+        if axis.name is not None and axis.name == config.get(self.over):
+            # The ranks of a collective: even operands that are alike on all of them.
+            operands[0] = batching.bdim_at_front(operands[0], dims[0], axis.size)
+            dims[0] = 0
         mapped = any(dim is not None for dim in dims)
         if mapped:
             # Outputs that a tangent holds are mapped alike, whatever the operands are.
@@ -253,6 +258,8 @@ class MacroFamily:
                 dims[i] = 0
             name = axis.name if isinstance(axis.name, str) else None
             axes = ((tuple(dims), name), *axes)
+            # Those that are mapped may vary over one mesh axis more: `spmd_axis_name`.
+            operands = uniform(*operands, but=config.get(self.axis))
         outs = p.bind(*operands, tree=tree, axes=axes, **params)
         return outs, [0 if mapped else None] * len(outs)
 

@@ -29,17 +29,22 @@ from neuronjax.primitives.macro import MacroFamily
 def _matmul_backward(operands, outs, cotangents, *, name, **config):
     (lhs, rhs), (d_out,) = operands, cotangents
     (d_lhs,) = matmul_reduce_scatter(d_out, rhs.T, name=MATMUL_MIRROR, **config)
-    return d_lhs, *collective_matmul_weight(lhs, d_out, name=MATMUL_WEIGHT, **config)
+    return d_lhs, _weight(lhs, d_out, rhs.dtype, config)
 
 
 def _mirror_backward(operands, outs, cotangents, *, name, **config):
     (lhs, rhs), (d_out,) = operands, cotangents
     (d_lhs,) = collective_matmul(d_out, rhs.T, name=MATMUL, **config)
-    (turned,) = collective_matmul_weight(d_out, lhs, name=MATMUL_WEIGHT, **config)
-    return d_lhs, turned.T
+    return d_lhs, _weight(d_out, lhs, rhs.dtype, config).T
 
 
-def _weight_backward(operands, outs, cotangents, *, name, **config):
+def _weight(lhs, d_out, dtype, config):
+    """The gradient of a weight, in its own dtype: that of `lhs` may be narrower."""
+    config = dict(config, dtype=str(dtype))
+    return collective_matmul_weight(lhs, d_out, name=MATMUL_WEIGHT, **config)[0]
+
+
+def _weight_backward(operands, outs, cotangents, *, name, dtype=None, **config):
     (lhs, d_out), (d_weight,) = operands, cotangents
     (d_lhs,) = matmul_reduce_scatter(d_out, d_weight.T, name=MATMUL_MIRROR, **config)
     return d_lhs, *collective_matmul(lhs, d_weight, name=MATMUL, **config)
