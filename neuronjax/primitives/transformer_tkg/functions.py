@@ -164,9 +164,8 @@ def transformer_tkg(
         ...     X, [qkv], [w], [w], [w], [w], [gain], [gain], [K], [V],
         ...     table, table * 0, seen, None, jnp.array([[1]]), num_layers=1,
         ... )
-        >>> output.round(3), V[0, 0].round(3).tolist()
-        (Array([[[2.731, 2.731]]], dtype=float32), [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0],
-        [0.0, 0.0]])
+        >>> [f"{x:.3f}" for x in output.ravel()], V[0, 0, :, 0].round().tolist()
+        (['2.731', '2.731'], [0.0, 1.0, 0.0, 0.0])
     """
     call = SimpleNamespace(**locals())
     layers, caches = _layers(call)
