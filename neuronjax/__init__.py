@@ -60,6 +60,21 @@ from neuronjax.primitives.collectives import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
 from neuronjax.primitives.contracts import can as can
+from neuronjax.primitives.conv import conv1d as conv1d
+from neuronjax.primitives.conv import conv1d_plan as conv1d_plan
+from neuronjax.primitives.conv import (
+    depthwise_conv1d_implicit_gemm as depthwise_conv1d_implicit_gemm,
+)
+from neuronjax.primitives.cross_entropy import cross_entropy as cross_entropy
+from neuronjax.primitives.cross_entropy import (
+    cross_entropy_backward as cross_entropy_backward,
+)
+from neuronjax.primitives.cross_entropy import (
+    cross_entropy_forward as cross_entropy_forward,
+)
+from neuronjax.primitives.cross_entropy import (
+    linear_cross_entropy as linear_cross_entropy,
+)
 from neuronjax.primitives.cumsum import cumsum as cumsum
 from neuronjax.primitives.expert_mlps import moe_tkg as moe_tkg
 from neuronjax.primitives.indices import (

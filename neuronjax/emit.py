@@ -37,6 +37,19 @@ from neuronjax.primitives.collectives.emitters import (
 from neuronjax.primitives.collectives.emitters import (
     sb2sb_all_gather_kernel as sb2sb_all_gather_kernel,
 )
+from neuronjax.primitives.conv import conv1d_kernel as conv1d_kernel
+from neuronjax.primitives.conv import (
+    depthwise_conv1d_kernel as depthwise_conv1d_kernel,
+)
+from neuronjax.primitives.cross_entropy.linear_macro import (
+    linear_cross_entropy_kernel as linear_cross_entropy_kernel,
+)
+from neuronjax.primitives.cross_entropy.macro import (
+    cross_entropy_bwd_kernel as cross_entropy_bwd_kernel,
+)
+from neuronjax.primitives.cross_entropy.macro import (
+    cross_entropy_fwd_kernel as cross_entropy_fwd_kernel,
+)
 from neuronjax.primitives.cumsum import cum_sum_kernel as cum_sum_kernel
 from neuronjax.primitives.expert_mlps.emitter import (
     expert_mlps_kernel as expert_mlps_kernel,

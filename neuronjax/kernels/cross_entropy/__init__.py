@@ -1,0 +1,1 @@
+"""The loss of a classifier over a large vocabulary, on logits and on their factors."""
