@@ -88,7 +88,8 @@ def collective_matmul_weight_bwd(
 ) -> tuple[Float[Array, "d_in d_out"]]:
     """Returns `(gathered lhs).T @ d_out` in `dtype`, by the ring of the forward."""
     group = Group(axis, groups)
-    acc = accumulator(lhs.dtype, d_out.dtype)
+    dtype = dtype or str(promoted(lhs.dtype, d_out.dtype))
+    acc = accumulator(lhs.dtype, d_out.dtype, dtype)
     total = jnp.zeros((lhs.shape[1], d_out.shape[1]), acc)
     total, lhs, d_out = uniform(total, lhs, d_out, over=axis)
     blocks = by_rank(d_out, group)
@@ -97,7 +98,7 @@ def collective_matmul_weight_bwd(
         total = total + jnp.einsum(
             "rk,rn->kn", chunk.astype(acc), block(blocks, rank, rows).astype(acc)
         )
-    return (total.astype(dtype or promoted(lhs.dtype, d_out.dtype)),)
+    return (total.astype(dtype),)
 
 
 def collective_matmul_plain(

@@ -59,13 +59,13 @@ def consecutive_groups(tp_degree: int, num_groups: int) -> Members:
 
 
 def channel_count(tp_degree: int, cores: int, nc_version: int = 3) -> int:
-    """How many rings run side by side; always one where a rank has one core.
+    """How many rings run side by side; one where a rank has not two cores.
 
     Example:
         >>> [channel_count(tp, 2) for tp in (2, 4, 32, 64)]
         [1, 2, 2, 4]
     """
-    if cores == 1:
+    if cores != 2:
         return 1
     wide = 2 if nc_version >= 3 else 4
     return {4: 2, 8: 2, 16: 2, 32: wide, 64: 4, 128: 4}.get(tp_degree, 1)
@@ -83,9 +83,9 @@ def all_reduce(x: jax.Array, group: Group) -> jax.Array:
     (x,) = uniform(x, over=group.axis)
     if group.members is None or len(group.members) == 1:
         return lax.psum(x, group.axis)
-    if not x.size:  # XLA scatters nothing that is empty
-        return x
     size, groups = group_size(group), [list(ranks) for ranks in group.members]
+    if size == 1 or not x.size:  # XLA scatters nothing that is empty
+        return x
     rest = -x.size % size
     flat = jnp.pad(x.ravel(), (0, rest))
     options = dict(axis_index_groups=groups, tiled=True)
