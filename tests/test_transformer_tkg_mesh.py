@@ -55,11 +55,14 @@ def test_every_mesh_scans_stacked_layers(tensor, lnc, in_sbuf):
     require_close(_run(case.stacked(call), tensor, lnc, in_sbuf), wanted, 2e-5)
 
 
-@pytest.mark.parametrize("in_sbuf", [False, True])
-@pytest.mark.parametrize(("tensor", "lnc"), [(8, 1), (2, 2), (4, 2)])
-def test_bfloat16_on_a_mesh_is_as_close_as_on_one_device(tensor, lnc, in_sbuf):
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "lnc", "in_sbuf"), [MESHES[i] for i in (3, 6, 7, 9)]
+)
+def test_bfloat16_on_a_mesh_is_as_close_as_on_one_device(tensor, lnc, in_sbuf, stacked):
     call, wanted = _eight("bfloat16")
-    require_close(_run(call, tensor, lnc, in_sbuf), wanted, 6e-2)
+    given = case.stacked(call) if stacked else call
+    require_close(_run(given, tensor, lnc, in_sbuf), wanted, 6e-2)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
