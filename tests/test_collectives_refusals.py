@@ -123,6 +123,25 @@ def test_lists_are_no_tensors(name):
         ring(name, [[1.0, 2.0, 3.0]], 1, 1)
 
 
+@pytest.mark.parametrize("name", (*RINGS, "allgather_sb2sb_tiled"))
+def test_cores_that_exchange_unchecked_are_refused(name):
+    """There a gradient would be halved. A mapped axis is never checked."""
+
+    def run(x, **options):
+        if name in SB2SB:
+            return neuronjax.allgather_sb2sb_tiled(x, [[0]], 1, lnc_axis="lnc")
+        return ring(name, x, 1, 1, lnc_axis="lnc", **options)
+
+    x = jnp.ones((2, 256, 3))
+    assert refusal(jax.vmap(run, axis_name="lnc"), x) == (
+        f"{name}: lnc_axis must be a mesh axis, and the call inside its shard_map, "
+        "which must check varying axes (its default), got 'lnc', unchecked"
+    )
+    if name in RINGS:  # raw results are not exchanged
+        parts = jax.vmap(lambda x: run(x, raw=True), axis_name="lnc")(x)
+        assert parts.shape[-2] == 128
+
+
 @pytest.mark.parametrize("name", SB2SB)
 @pytest.mark.parametrize(
     "groups", [[[0, 1]], [[0, 1], [2, 3], [4, 5]], [[0, 1, 2, 3]], [[3, 2, 1, 0]]]
@@ -139,7 +158,18 @@ def test_replica_groups_of_another_size_are_refused(name, groups):
 
 @pytest.mark.parametrize("name", SB2SB)
 @pytest.mark.parametrize(
-    "groups", [[], [[]], [[0, 1], [2]], [[0, 1], [1, 2]], [[0, 4]], [["a"]], "01", None]
+    "groups",
+    [
+        [],
+        [[]],
+        [[0, 1], [2]],
+        [[0, 1], [1, 2]],
+        [[0, 4]],
+        [["a"]],
+        [[False, True]],
+        "01",
+        None,
+    ],
 )
 def test_replica_groups_that_are_no_partition_are_refused(name, groups):
     line = refusal(getattr(neuronjax, name), jnp.ones((2, 3)), groups, 2)
@@ -260,6 +290,32 @@ def test_plain_collectives_refuse(function, x, words):
         on_mesh(function, jnp.ones(x))
 
 
+PLAIN = {
+    "all_reduce": lambda x: sharding.all_reduce(x, "tensor"),
+    "all_to_all": lambda x: sharding.all_to_all(x, "tensor"),
+    "attn_q_batch_shard": lambda x: sharding.attn_q_batch_shard(x, gqa_group_size=1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("x", [[[1.0]], None, "a"])
+def test_plain_collectives_take_arrays(name, x):
+    def run(_):
+        return PLAIN[name](x)
+
+    call = jax.vmap(run, axis_name="tensor")
+    assert refusal(call, jnp.ones(2)) == f"{name}: x must be an array, got {x!r}"
+
+
+@pytest.mark.parametrize("groups", [None, [[0], [1]]])
+def test_sums_are_of_numbers(groups):
+    def run(x):
+        return sharding.all_reduce(x, "tensor", groups)
+
+    line = refusal(jax.vmap(run, axis_name="tensor"), jnp.ones((2, 3), bool))
+    assert line == "all_reduce: x must hold numbers, got bool"
+
+
 def test_plain_collectives_need_their_axis():
     for call in (sharding.all_reduce, sharding.all_to_all):
         with pytest.raises(ValueError, match="axis must be a mesh axis, .* got 'data'"):
@@ -303,3 +359,20 @@ def test_products_over_a_mesh_refuse(function, left, right, words):
         function(mesh, jnp.ones(left), jnp.ones(right))
     with pytest.raises(ValueError, match="axis must be an axis of the mesh"):
         function(mesh, jnp.ones((8, 8)), jnp.ones((8, 8)), axis="expert")
+
+
+@pytest.mark.parametrize(
+    "name", ["sharded_allgather_matmul", "sharded_matmul_reduce_scatter"]
+)
+def test_products_over_a_mesh_refuse_what_is_no_mesh_axis_or_array(name):
+    function, mesh = getattr(sharding, name), sharding.make_mesh(tensor=1)
+    ones = jnp.ones((2, 2))
+    assert refusal(function, None, ones, ones) == (
+        f"{name}: mesh must be a jax.sharding.Mesh, got None"
+    )
+    assert refusal(function, mesh, ones, ones, axis=None) == (
+        f"{name}: axis must be the name of a mesh axis, got None"
+    )
+    assert refusal(function, mesh, ones, [[1.0]]) == (
+        f"{name}: rhs must be an array, got [[1.0]]"
+    )

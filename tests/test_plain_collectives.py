@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import neuronjax
 from neuronjax import sharding
 from tests.adapters.collectives import AXIS, on_ranks
 from tests.hlo import collectives
@@ -68,6 +69,7 @@ def test_wire_of_all_reduce():
 
     assert cost(None) == {"all-reduce": 1}
     assert cost(GROUPS["mixed"]) == {"reduce-scatter": 1, "all-gather": 1}
+    assert cost(GROUPS["alone"]) == {}
 
 
 def test_a_sum_over_the_whole_axis_is_typed_alike():
@@ -134,3 +136,45 @@ def test_batch_shard_of_queries(size, layout):
     np.testing.assert_array_equal(grad, placed.reshape(q.shape))
     if size > 1:
         assert collectives(run, q) == {"all-to-all": 1}
+
+
+ON_A_MAPPED_AXIS = {
+    "all_to_all": lambda x: sharding.all_to_all(x, AXIS),
+    "queries of pairs": lambda x: sharding.attn_q_batch_shard(
+        x[None, :, :, None], gqa_group_size=2
+    ),
+    "sums of groups": lambda x: sharding.all_reduce(x, AXIS, [[3, 0], [2, 1]]),
+    "columns of groups": lambda x: neuronjax.allgather_sb2sb(x, [[3, 0], [2, 1]], 2),
+    "columns, turned": lambda x: neuronjax.allgather_sb2sb(x, [[1, 0, 3, 2]], 4),
+}
+
+
+@pytest.mark.parametrize("function", ON_A_MAPPED_AXIS.values(), ids=ON_A_MAPPED_AXIS)
+def test_an_axis_of_vmap_is_like_one_of_a_mesh(function):
+    def both(x):
+        return on_ranks(function, x), jax.vmap(function, axis_name=AXIS)(x)
+
+    x = drawn(4, 4, 3)
+    on_mesh, mapped = both(x)
+    np.testing.assert_array_equal(mapped, on_mesh)
+    weight = drawn(*mapped.shape)
+    grads = [jax.grad(lambda x, i=i: jnp.sum(both(x)[i] * weight))(x) for i in (0, 1)]
+    np.testing.assert_array_equal(*grads)
+    alike = jax.vmap(lambda _: function(x[1]), axis_name=AXIS)(jnp.arange(4))
+    np.testing.assert_array_equal(alike, both(jnp.stack([x[1]] * 4))[0])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_exchanges_of_groups_can_be_mapped_on_a_mesh(wrap):
+    shard = wrap(lambda q: sharding.attn_q_batch_shard(q, gqa_group_size=2))
+    q = drawn(4, 3, 1, 4, 2, 1)  # ranks, what vmap maps, heads, batch
+    got = on_ranks(jax.vmap(shard), q)
+    for i in range(3):
+        np.testing.assert_array_equal(got[:, i], batch_shard(q[:, i], "NBSd", 2))
+    # A column of a Jacobian is the exchange of a basis vector, of all ranks at once.
+    columns = on_ranks(jax.jacfwd(shard), q[:, 0])
+    basis = np.eye(8).reshape(1, 4, 2, 1, 8)
+    np.testing.assert_array_equal(
+        columns.reshape(4, 2, 2, 2, 8),
+        batch_shard(np.stack([basis] * 4), "NBSd", 2).reshape(4, 2, 2, 2, 8),
+    )

@@ -73,6 +73,15 @@ def test_sums_travel_wide():
     assert wide.buffers_bytes == 2 * 64 * 32 * 8
 
 
+def test_sums_travel_as_wide_as_either_operand():
+    mixed = ring_plan(array(8, 3), array(3, 5, "float64"), 2, scatters=True)
+    assert mixed.buffers_bytes == 2 * 4 * 5 * 8
+
+
+def test_only_two_cores_have_several_channels():
+    assert ring_plan(array(12, 3), None, 4, cores=3).channels == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 8])
 @pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("force", [False, True])
@@ -103,6 +112,17 @@ def test_a_plan_is_data():
         (dict(force_hbm_cc=1), "force_hbm_cc must be a bool, got 1"),
         (dict(lhs=jnp.ones(3)), r"lhs must have 2 axes, got \(3,\)"),
         (dict(rhs=jnp.ones((1, 3, 2))), r"rhs must have 2 axes, got \(1, 3, 2\)"),
+        (dict(lhs=None), "lhs must be an array, got None"),
+        (dict(rhs=[[1.0]]), r"rhs must be an array, got \[\[1.0\]\]"),
+        (
+            dict(rhs=array(4, 2)),
+            r"K of lhs \(6, 3\) and of rhs \(4, 2\) must be equal",
+        ),
+        (dict(lhs=array(6, 3, "int32")), "lhs must be bfloat16, .*, got int32"),
+        (
+            dict(lhs=array(8, 3, "int8"), rhs=None, scatters=True),
+            "lhs must be bfloat16, .*, got int8",
+        ),
         (dict(cores=2), "rows of lhs must be a multiple of 4"),
         (dict(scatters=True), "rows of lhs must be a multiple of 4"),
     ],
@@ -165,3 +185,12 @@ def test_the_emitted_ring_is_the_planned_one():
         collective_kind=9,
         transport="interconnect",
     )
+
+
+def test_keys_are_copied_too():
+    """A copy takes any dtype: random keys, of 8 bytes each."""
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    assert ring_plan(keys, None, 2).buffers_bytes == 2 * 2 * 3 * 8
+    (got,) = on_ranks(lambda x: neuronjax.fine_grained_allgather(x, 1), keys[None])
+    data = jax.random.key_data
+    np.testing.assert_array_equal(data(got), data(keys))

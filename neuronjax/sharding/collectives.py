@@ -1,15 +1,19 @@
 """Plain collectives inside `shard_map`: sums, exchanges, the batch shard of queries."""
 
+from numbers import Number
 from typing import Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from neuronjax.kernels.shard_common import Group, consecutive_groups, uniform
+from neuronjax.kernels.shard_common import Group, uniform
 from neuronjax.kernels.shard_common import all_reduce as sum_over
 from neuronjax.primitives.collectives.facts import bound_size, is_partition, members_of
-from neuronjax.primitives.kinds import is_count
+from neuronjax.primitives.collectives.mapped import is_of_mesh, own_group
+from neuronjax.primitives.kinds import described, is_count
+from neuronjax.sharding.exchange import exchanged
 
 _LAYOUTS = ("NBSd", "dBnS")
 
@@ -23,10 +27,10 @@ def all_reduce(
 
     Call it inside `shard_map` over `axis`. Over the whole axis it is one all-reduce,
     and the result is typed alike on all ranks. Over several groups it is a
-    reduce-scatter and an all-gather.
+    reduce-scatter and an all-gather; over groups of one rank it is nothing.
 
     Args:
-        x: of one shape on all ranks.
+        x: numbers, of one shape on all ranks.
         axis: the mesh axis of the ranks.
         replica_groups: lists of ranks, all of one length, that share a sum; None for
             one group of all.
@@ -35,7 +39,8 @@ def all_reduce(
         An array of the shape and dtype of `x`.
 
     Raises:
-        ValueError: `axis` is not bound, or `replica_groups` do not divide it.
+        ValueError: `axis` is not bound, `replica_groups` do not divide it, or `x` is no
+            array of numbers.
 
     Example:
         >>> import jax
@@ -43,7 +48,9 @@ def all_reduce(
         ...     jax.numpy.array([1.0, 2.0])).tolist()
         [3.0, 3.0]
     """
-    size = _bound("all_reduce", axis)
+    size, x = _bound("all_reduce", axis), _array("all_reduce", x)
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        raise ValueError(f"all_reduce: x must hold numbers, got {x.dtype}")
     if replica_groups is None:
         return sum_over(x, Group(axis))
     if not is_partition(replica_groups, size):
@@ -51,7 +58,13 @@ def all_reduce(
             "all_reduce: replica_groups must be lists of ranks, all of one length, "
             f"that name each of 0 to {size - 1} once, got {replica_groups}"
         )
-    return sum_over(x, Group(axis, members_of(replica_groups)))
+    if len(replica_groups[0]) == 1:
+        return uniform(x, over=axis)[0]
+    members = members_of(replica_groups)
+    if members is not None and not is_of_mesh(axis):
+        own = lax.all_gather(x, axis)[own_group(axis, members)]
+        return jnp.sum(own, axis=0, dtype=x.dtype)
+    return sum_over(x, Group(axis, members))
 
 
 def all_to_all(x: Shaped[Array, "rows ..."], axis: str) -> Shaped[Array, "rows ..."]:
@@ -67,7 +80,8 @@ def all_to_all(x: Shaped[Array, "rows ..."], axis: str) -> Shaped[Array, "rows .
         An array of the shape and dtype of `x`.
 
     Raises:
-        ValueError: `axis` is not bound, or the ranks cannot share the rows evenly.
+        ValueError: `axis` is not bound, `x` is no array, or the ranks cannot share its
+            rows evenly.
 
     Example:
         >>> import jax
@@ -75,14 +89,13 @@ def all_to_all(x: Shaped[Array, "rows ..."], axis: str) -> Shaped[Array, "rows .
         ...     jax.numpy.array([[1, 2], [3, 4]])).tolist()
         [[1, 3], [2, 4]]
     """
-    size = _bound("all_to_all", axis)
-    if np.ndim(x) < 1 or x.shape[0] % size:
+    size, x = _bound("all_to_all", axis), _array("all_to_all", x)
+    if not x.ndim or x.shape[0] % size:
         raise ValueError(
             f"all_to_all: the first axis of x must be a multiple of the {size} ranks "
-            f"of {axis!r}, got shape {np.shape(x)}"
+            f"of {axis!r}, got shape {x.shape}"
         )
-    (x,) = uniform(x, over=axis)
-    return lax.all_to_all(x, axis, 0, 0, tiled=True)
+    return exchanged(x, axis, size, 0, 0)
 
 
 def attn_q_batch_shard(
@@ -110,7 +123,7 @@ def attn_q_batch_shard(
 
     Raises:
         ValueError: the layout is unknown, `axis` is not bound, `G` does not divide it
-            or the batch, or `x` has another shape.
+            or the batch, or `x` is no array of such a shape.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -119,19 +132,19 @@ def attn_q_batch_shard(
         >>> jax.vmap(run, axis_name="tensor")(q).reshape(2, 2).tolist()
         [[0.0, 2.0], [1.0, 3.0]]
     """
-    size = _bound("attn_q_batch_shard", axis)
+    name = "attn_q_batch_shard"
+    size, x = _bound(name, axis), _array(name, x)
     _require_queries(x, layout, size, axis, gqa_group_size)
-    ranks = int(gqa_group_size)
-    groups = None if ranks == size else consecutive_groups(ranks, size // ranks)
     batch = 1
     if layout == "dBnS":  # no rank has more than one head here
         x, batch = x[:, :, 0][None], 2
-    (x,) = uniform(x, over=axis)
-    return lax.all_to_all(x, axis, batch, 0, tiled=True, axis_index_groups=groups)
+    return exchanged(x, axis, int(gqa_group_size), batch, 0)
 
 
-def _require_queries(x: Any, layout: str, size: int, axis: str, ranks: Any) -> None:
-    name, shape = "attn_q_batch_shard", np.shape(x)
+def _require_queries(
+    x: jax.Array, layout: str, size: int, axis: str, ranks: Any
+) -> None:
+    name, shape = "attn_q_batch_shard", x.shape
     if layout not in _LAYOUTS:
         raise ValueError(
             f"{name}: layout must be one of {', '.join(_LAYOUTS)}, got {layout!r}"
@@ -149,6 +162,13 @@ def _require_queries(x: Any, layout: str, size: int, axis: str, ranks: Any) -> N
             f"{name}: the batch must be a multiple of gqa_group_size = {ranks}, got "
             f"{shape[1]}"
         )
+
+
+def _array(function: str, x: Any) -> jax.Array:
+    """`x`, an array or a number."""
+    if hasattr(x, "dtype") or isinstance(x, Number):
+        return jnp.asarray(x)
+    raise ValueError(f"{function}: x must be an array, got {described(x)}")
 
 
 def _bound(function: str, axis: str) -> int:

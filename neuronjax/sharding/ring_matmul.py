@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -13,6 +13,7 @@ from neuronjax.primitives.collectives import (
     allgather_compute_matmul,
     matmul_reduce_scatter,
 )
+from neuronjax.primitives.kinds import described
 from neuronjax.sharding.mesh import laid, require_axes
 
 
@@ -47,8 +48,9 @@ def sharded_allgather_matmul(
         `[M, N]` in the dtype of `lhs`, split by columns.
 
     Raises:
-        ValueError: the mesh lacks an axis, `M` or `N` is no multiple of its devices, or
-            an argument breaks a rule of `allgather_compute_matmul`.
+        ValueError: `mesh` is none or lacks an axis, an operand is no array, `M` or
+            `N` is no multiple of the devices, or an argument breaks a rule of
+            `allgather_compute_matmul`.
 
     Source:
         aws-neuron/nki-library, `allgather_compute_matmul`.
@@ -97,8 +99,9 @@ def sharded_matmul_reduce_scatter(
         `[M, N]` in the dtype of `lhs`, split by rows.
 
     Raises:
-        ValueError: the mesh lacks an axis, `M` or `K` is no multiple of its devices, or
-            an argument breaks a rule of `matmul_reduce_scatter`.
+        ValueError: `mesh` is none or lacks an axis, an operand is no array, `M` or
+            `K` is no multiple of the devices, or an argument breaks a rule of
+            `matmul_reduce_scatter`.
 
     Source:
         aws-neuron/nki-library, `allgather_compute_matmul`: its transpose.
@@ -127,6 +130,7 @@ class _Ring:
         lnc: str | None,
         options: dict[str, Any],
     ):
+        _require_mesh(name, mesh, axis)
         require_axes(name, mesh, axis=axis, lnc=lnc)
         self.name, self.mesh, self.axis = name, mesh, axis
         self.options = dict(axis=axis, lnc_axis=lnc, **options)
@@ -146,9 +150,24 @@ class _Ring:
 
     def _require_even(self, arrays: tuple, specs: tuple, ranks: int) -> None:
         for name, x, spec in zip(("lhs", "rhs"), arrays, specs, strict=True):
+            if not hasattr(x, "dtype"):
+                raise ValueError(
+                    f"{self.name}: {name} must be an array, got {described(x)}"
+                )
             shape, dim = np.shape(x), tuple(spec).index(self.axis)
             if len(shape) != 2 or shape[dim] % ranks:
                 raise ValueError(
                     f"{self.name}: {name} must have 2 axes, its axis {dim} a multiple "
                     f"of the {ranks} devices of {self.axis!r}, got shape {shape}"
                 )
+
+
+def _require_mesh(function: str, mesh: Any, axis: Any) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"{function}: mesh must be a jax.sharding.Mesh, got {described(mesh)}"
+        )
+    if not isinstance(axis, str):
+        raise ValueError(
+            f"{function}: axis must be the name of a mesh axis, got {axis!r}"
+        )

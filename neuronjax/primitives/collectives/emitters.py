@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.collectives import macro
 from neuronjax.primitives.collectives.facts import kernel_facts
+from neuronjax.primitives.collectives.mapped import is_of_mesh, own_group
 from neuronjax.primitives.collectives.names import (
     COLLECTIVES,
     COLUMNS,
@@ -153,14 +156,19 @@ def sb2sb_all_gather_kernel(
     Args:
         inp: `[H, W]`, this core's; any dtype.
         axis: as in `collective_matmul_kernel`.
-        groups: likewise.
+        groups: likewise. Over an axis of `vmap` all ranks gather, and keep their own.
         **hints: likewise.
 
     Returns:
         `[H, ranks * W]`, a copy.
     """
     config = _config(COLUMNS, axis, groups)
-    return macro.sb2sb_all_gather(inp, **config, **hints)[0]
+    if axis is None or groups is None or is_of_mesh(axis):
+        return macro.sb2sb_all_gather(inp, **config, **hints)[0]
+    everyone = macro.sb2sb_all_gather(inp, **config | dict(groups=None), **hints)[0]
+    ranks = everyone.reshape(len(inp), lax.axis_size(axis), -1)
+    own = jnp.take(ranks, own_group(axis, config["groups"]), axis=1)
+    return lax.collapse(own, 1)
 
 
 def _ring(

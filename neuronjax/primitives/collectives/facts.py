@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from neuronjax.primitives.collectives.plan import RingPlan, planned
+from neuronjax.primitives.collectives.mapped import is_checked
+from neuronjax.primitives.collectives.plan import LNC, RingPlan, planned
+from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.options import FLOATS
 from neuronjax.primitives.tile import MemrefTile
 
@@ -30,7 +32,6 @@ PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER, *RING_KERNELS[:2])
 # Those that add: a copy takes any dtype.
 SUMS = (*PRODUCTS, SCATTER, RING_KERNELS[3])
 OPERANDS = ("lhs", "rhs", "inp")
-LNC = 2
 
 
 def operands_of(call: SimpleNamespace) -> dict[str, Any]:
@@ -84,21 +85,29 @@ def is_partition(groups: Any, size: int | None = None) -> bool:
     if not all(isinstance(g, Sequence) and len(g) == len(groups[0]) for g in groups):
         return False
     ranks = [rank for group in groups for rank in group]
-    if not all(isinstance(rank, int | np.integer) for rank in ranks):
+    if not all(is_count(rank, 0) for rank in ranks):
         return False
     wanted = len(ranks) if size is None else size
     return bool(ranks) and sorted(ranks) == list(range(wanted))
 
 
-def _axis_facts(axis: str, lnc_axis: str | None, devices: int) -> dict[str, Any]:
+def _axis_facts(call: SimpleNamespace, devices: int) -> dict[str, Any]:
     """What is known of the mesh axes that a call names."""
-    found = bound_size(axis)
+    found, lnc_axis = bound_size(call.axis), getattr(call, "lnc_axis", None)
     return dict(
         devices=devices,
         misfits=found != devices and (devices > 1 or found is not None),
         seen=", not bound" if found is None else f" of {found}",
-        lnc_found=lnc_axis is None or bound_size(lnc_axis),
+        lnc_fault="" if lnc_axis is None else _lnc_fault(call),
     )
+
+
+def _lnc_fault(call: SimpleNamespace) -> str:
+    """Why a rank's cores cannot exchange; unchecked, gradients would be halved."""
+    if bound_size(call.lnc_axis) is None:
+        return ", not bound"
+    exchanges = not getattr(call, "raw", False)
+    return ", unchecked" if exchanges and not is_checked(call.lnc_axis) else ""
 
 
 def members_of(replica_groups: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -117,7 +126,7 @@ def ring_facts(call: SimpleNamespace) -> dict[str, Any]:
         plan=plan,
         m=call.lhs.shape[0],
         shares=plan.cores * plan.channels * (ranks if _scatters(call) else 1),
-        **_axis_facts(call.axis, call.lnc_axis, ranks * groups),
+        **_axis_facts(call, ranks * groups),
         **_contracted_sizes(call),
     )
 
@@ -152,7 +161,7 @@ def columns_facts(call: SimpleNamespace) -> dict[str, Any]:
     groups = call.replica_groups
     lnc_axis = getattr(call, "lnc_axis", None)
     rows = call.inp.shape[0]
-    return _axis_facts(call.axis, lnc_axis, sum(map(len, groups))) | dict(
+    return _axis_facts(call, sum(map(len, groups))) | dict(
         sizes=sorted({len(group) for group in groups}),
         rows=rows,
         cores=1 if lnc_axis is None else bound_size(lnc_axis) or LNC,

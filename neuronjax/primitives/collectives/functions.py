@@ -48,6 +48,7 @@ def allgather_compute_matmul(
         axis: the mesh axis of the ranks, `tp_degree * num_groups` devices. One rank
             alone needs no mesh.
         lnc_axis: the mesh axis of a rank's cores. Each computes its share of the rows.
+            Unless `raw`, `shard_map` must check its varying axes, as is its default.
         raw: return the kernel's own axes, each core its part, unjoined.
         bidirectional: chunks travel both ways round, half as far, in as many permutes.
         nc_version: the core's generation, which the number of channels depends on.
@@ -58,7 +59,8 @@ def allgather_compute_matmul(
         `lnc_axis`. With `raw` no exchange, and five axes, `[tp, L, C, m / (L C), N]` on
         the SBUF path, `[tp, C, L, m / (L C), N]` on the HBM path, of which a core of
         several holds its part of `L`. The gradient of `lhs` is `MatmulReduceScatter`,
-        that of `rhs` `CollectiveMatmulBwd`, by the same ring.
+        that of `rhs` `CollectiveMatmulBwd`, by a ring of the same rows, which XLA may
+        merge with this one.
 
     Raises:
         ValueError: the arguments break a rule; one error lists all of them. The chip's

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.shard_common import channel_count
-from neuronjax.primitives.kinds import is_count, is_flag
+from neuronjax.primitives.kinds import described, is_count, is_flag
+from neuronjax.primitives.options import FLOATS
 
 SBUF_BYTES, RHS_BYTES = 24 << 20, 16 << 20
 MIB = 1 << 20
+LNC = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,8 @@ def ring_plan(
     `rhs` stays on chip when two buffers of it take at most 16 MiB. What travels stays
     on chip unless `force_hbm_cc`, when two buffers of a core's part take at most what
     is left of 24 MiB. A rank of two cores has 2 channels for 4, 8, 16 or 32 ranks (32
-    before version 3: 4), 4 for 64 or 128 and 1 for any other number.
+    before version 3: 4), 4 for 64 or 128 and 1 for any other number; a rank of any
+    other number of cores has 1.
 
     Args:
         lhs: what a rank holds, an array or a `jax.ShapeDtypeStruct`: `[m, K]`, with
@@ -92,7 +93,8 @@ def ring_plan(
 
     Raises:
         ValueError: a count is not a positive integer, a flag is none, an operand has
-            not two axes, or the rows are no multiple of what shares them.
+            not two axes, `K` differs, what is added is no float, or the rows are no
+            multiple of what shares them.
 
     Example:
         >>> import jax
@@ -113,9 +115,7 @@ def ring_plan(
     for name, value in dict(force_hbm_cc=force_hbm_cc, scatters=scatters).items():
         if not is_flag(value):
             raise ValueError(f"ring_plan: {name} must be a bool, got {value!r}")
-    for name, x in dict(lhs=lhs, rhs=rhs).items():
-        if x is not None and len(x.shape) != 2:
-            raise ValueError(f"ring_plan: {name} must have 2 axes, got {x.shape}")
+    _require_operands(lhs, rhs, scatters)
     plan = planned(
         lhs,
         rhs,
@@ -134,6 +134,25 @@ def ring_plan(
     return plan
 
 
+def _require_operands(lhs: Any, rhs: Any | None, scatters: bool) -> None:
+    for name, x in dict(lhs=lhs, rhs=rhs).items():
+        if x is None and name == "rhs":
+            continue
+        if not hasattr(x, "dtype"):
+            raise ValueError(f"ring_plan: {name} must be an array, got {described(x)}")
+        if len(x.shape) != 2:
+            raise ValueError(f"ring_plan: {name} must have 2 axes, got {x.shape}")
+        if (scatters or rhs is not None) and x.dtype not in FLOATS:
+            raise ValueError(
+                f"ring_plan: {name} must be bfloat16, float16, float32 or float64, got "
+                f"{x.dtype}"
+            )
+    if rhs is not None and lhs.shape[1] != rhs.shape[0]:
+        raise ValueError(
+            f"ring_plan: K of lhs {lhs.shape} and of rhs {rhs.shape} must be equal"
+        )
+
+
 def planned(
     lhs: Any,
     rhs: Any | None,
@@ -146,20 +165,20 @@ def planned(
 ) -> RingPlan:
     """`ring_plan` of arguments that hold; rows that do not divide are rounded down."""
     rows, width = lhs.shape
-    rows, dtype = rows // (ranks if scatters else 1), jnp.dtype(lhs.dtype)
+    rows, dtype = rows // (ranks if scatters else 1), lhs.dtype
     if scatters:
-        dtype = jnp.dtype(accumulator(dtype))
+        dtype = accumulator(*(x.dtype for x in (lhs, rhs) if x is not None))
         width = width if rhs is None else rhs.shape[1]
     travels = 2 * (rows // cores) * width * dtype.itemsize
     rhs_bytes = 0
     if rhs is not None:
-        rhs_bytes = 2 * math.prod(rhs.shape) * jnp.dtype(rhs.dtype).itemsize
+        rhs_bytes = 2 * math.prod(rhs.shape) * rhs.dtype.itemsize
     rhs_on_chip = rhs is not None and rhs_bytes <= RHS_BYTES
     left = SBUF_BYTES - (rhs_bytes if rhs_on_chip else 0)
     fits = travels <= left
     why = f"{_mib(travels)} of buffers {'fit' if fits else 'exceed'} the {_mib(left)}"
     why = "force_hbm_cc" if force_hbm_cc else f"{why} left of {_mib(SBUF_BYTES)}"
-    channels = channel_count(ranks, cores, nc_version)
+    channels = channel_count(ranks, cores, nc_version) if cores == LNC else 1
     return RingPlan(
         ranks=ranks,
         cores=cores,

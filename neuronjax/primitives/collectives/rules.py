@@ -167,8 +167,9 @@ row(
 row(
     "lnc",
     (*RINGS, TILED_COLUMNS),
-    "lnc_axis must be a mesh axis, and the call inside its shard_map, got {lnc_axis!r}",
-    lambda c: not c.lnc_found,
+    "lnc_axis must be a mesh axis, and the call inside its shard_map, which must check "
+    "varying axes (its default), got {lnc_axis!r}{lnc_fault}",
+    lambda c: bool(c.lnc_fault),
     example=arguments(lnc_axis="lnc"),
 )
 row(

@@ -73,7 +73,8 @@ def allgather_sb2sb_tiled(
         replica_groups: as in `allgather_sb2sb`.
         tp_degree: likewise.
         axis: likewise.
-        lnc_axis: the mesh axis of a rank's cores.
+        lnc_axis: the mesh axis of a rank's cores, whose `shard_map` must check its
+            varying axes, as is its default.
 
     Returns:
         `[M, W * tp_degree]`, as `allgather_sb2sb`, on every core.
