@@ -17,6 +17,16 @@ from neuronjax.sharding.context_parallel import (
 )
 from neuronjax.sharding.context_parallel import stride_sequence as stride_sequence
 from neuronjax.sharding.context_parallel import unstride_sequence as unstride_sequence
+from neuronjax.sharding.conv import sharded_conv1d as sharded_conv1d
+from neuronjax.sharding.conv import (
+    sharded_depthwise_conv1d as sharded_depthwise_conv1d,
+)
+from neuronjax.sharding.cross_entropy import (
+    sharded_cross_entropy as sharded_cross_entropy,
+)
+from neuronjax.sharding.cross_entropy import (
+    sharded_linear_cross_entropy as sharded_linear_cross_entropy,
+)
 from neuronjax.sharding.expert_parallel import (
     expert_parallel_moe as expert_parallel_moe,
 )
