@@ -24,7 +24,9 @@ WORKLOADS = (
     "rmsnorm_quant",
     "router",
     "moe",
+    "conv",
     "ring",
+    "cross_entropy",
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()

@@ -35,7 +35,7 @@ def padded(x, padding):
 
 
 def conv1d(x, filters, bias=None, stride=1, padding=(0, 0), dilation=1, act=None):
-    """`y[b, o, l] = act(bias[o] + sum filters[k, c, o] xpad[b, c, l*stride + k*dil])`."""
+    """`y[b,o,l] = act(bias[o] + sum filters[k,c,o] xpad[b, c, l*stride + k*dil])`."""
     taps, channels, columns = filters.shape
     xpad, w = padded(x, padding), np.asarray(filters, np.float64)
     count = length(x.shape[-1], taps, stride, padding, dilation)

@@ -9,7 +9,8 @@ from rich.console import Console
 from neuronjax.tools.errors import one_line_errors
 
 draw = typer.Typer(
-    help="Draws what sees what in attention, and what travels in a ring.",
+    help="Draws what sees what in attention, what travels in a ring, what fills the "
+    "array in a convolution.",
     no_args_is_help=True,
 )
 
@@ -117,6 +118,22 @@ def draw_ring(
         from neuronjax.tools.draw_ring import ring_picture
 
         picture = ring_picture(ranks, bidirectional=bidirectional, channels=channels)
+        _show(picture, out)
+
+
+@draw.command("conv")
+def draw_conv(
+    taps: Annotated[int, typer.Argument(help="taps of the filter")],
+    channels_in: Annotated[int, typer.Argument(help="channels of the input")],
+    channels_out: Annotated[int, typer.Argument(help="channels of the result")] = 128,
+    cores: Annotated[int, typer.Option(help="cores that share the result's")] = 1,
+    out: _Out = None,
+) -> None:
+    """Draws which taps and channels of a convolution share a pass of the array."""
+    with one_line_errors():
+        from neuronjax.tools.draw_conv import conv_picture
+
+        picture = conv_picture(taps, channels_in, channels_out, cores=cores)
         _show(picture, out)
 
 

@@ -1,0 +1,130 @@
+"""Convolutions over a mesh: values, gradients, and what crosses the wire."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import neuronjax
+from neuronjax.sharding import (
+    make_mesh,
+    sharded_conv1d,
+    sharded_depthwise_conv1d,
+)
+from tests.hlo import collectives
+from tests.macro_case import error
+
+OPTIONS = dict(stride=2, padding=(1, 2), dilation=2, activation_fn="GELU")
+BATCHES = [None, "data"]
+
+
+def drawn(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+
+
+def conv_arrays():
+    return drawn((4, 3, 9), (3, 3, 6), (6,))
+
+
+def depthwise_arrays():
+    return drawn((4, 6, 1, 9), (6, 1, 1, 3))
+
+
+def loss(call):
+    """A scalar that every element of the result enters with a weight of its own."""
+    return lambda *arrays: jnp.sum(jnp.sin(call(*arrays)))
+
+
+def placed(mesh, arrays, specs):
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_cores_share_the_output_channels(batch, explicit):
+    """R-43: values and gradients of one device, without a setting of the caller's."""
+    mesh, arrays = make_mesh(data=2, lnc=2, explicit=explicit), conv_arrays()
+    split = functools.partial(sharded_conv1d, mesh, batch=batch, **OPTIONS)
+    alone = functools.partial(neuronjax.conv1d, **OPTIONS)
+    out = jax.jit(split)(*arrays)
+    assert tuple(out.sharding.spec)[:2] == (batch, "lnc")
+    assert error(out, alone(*arrays)) < 1e-6
+    which = (0, 1, 2)
+    got = jax.jit(jax.grad(loss(split), which))(*arrays)
+    wanted = jax.grad(loss(alone), which)(*arrays)
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 2e-6
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_depthwise_channels_need_nothing_of_each_other(batch):
+    mesh, arrays = make_mesh(data=2, lnc=2), depthwise_arrays()
+    moves = dict(stride=2, padding=(1, 2))
+    split = functools.partial(sharded_depthwise_conv1d, mesh, batch=batch, **moves)
+    alone = functools.partial(neuronjax.emit.depthwise_conv1d_kernel, **moves)
+    results = [
+        [f(*arrays), *jax.grad(loss(f), (0, 1))(*arrays)] for f in (split, alone)
+    ]
+    for got, wanted in zip(*results, strict=True):
+        assert error(got, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_no_collective_splits_the_output_channels(batch):
+    mesh = make_mesh(data=2, lnc=2)
+    specs = P(batch), P(None, None, "lnc"), P("lnc")
+    arrays = placed(mesh, conv_arrays(), specs)
+    split = functools.partial(sharded_conv1d, mesh, batch=batch, **OPTIONS)
+    assert collectives(split, *arrays) == {}
+    arrays = placed(mesh, depthwise_arrays(), (P(batch, "lnc"), P("lnc")))
+    split = functools.partial(sharded_depthwise_conv1d, mesh, batch=batch)
+    assert collectives(split, *arrays) == {}
+
+
+def test_the_backward_sums_once_over_each_axis_that_shares():
+    """Over the cores the input's gradient, over the batch those of the weights."""
+    mesh = make_mesh(data=2, lnc=2)
+    specs = P("data"), P(None, None, "lnc"), P("lnc")
+    arrays = placed(mesh, conv_arrays(), specs)
+    split = functools.partial(sharded_conv1d, mesh, batch="data", **OPTIONS)
+
+    def pulled(which):
+        def call(seed, *arrays):
+            return jax.vjp(split, *arrays)[1](seed)[which]
+
+        seed = jax.device_put(split(*arrays), NamedSharding(mesh, P("data", "lnc")))
+        return collectives(call, seed, *arrays)
+
+    assert [pulled(which) for which in range(3)] == [{"all-reduce": 1}] * 3
+
+
+@pytest.mark.parametrize("form", ["fast", "stacked"])
+def test_a_plain_jit_splits_the_columns_of_an_auto_mesh(form):
+    """The macro itself, with its operands divided: the compiler adds no collective."""
+    mesh = make_mesh(lnc=2)
+    x, w, bias = placed(mesh, conv_arrays(), (P(), P(None, None, "lnc"), P("lnc")))
+    call = functools.partial(neuronjax.emit.conv1d_kernel, form=form, **OPTIONS)
+    assert collectives(call, x, w, bias) == {}
+    assert error(jax.jit(call)(x, w, bias), call(*conv_arrays())) < 1e-6
+
+
+def test_what_a_mesh_cannot_divide_is_refused():
+    mesh, (x, w, _) = make_mesh(data=2, lnc=2), drawn((3, 2, 9), (3, 2, 5), (5,))
+    with pytest.raises(ValueError, match="sharded_conv1d: axis 2 of filters .* 2 dev"):
+        sharded_conv1d(mesh, x, w)
+    with pytest.raises(ValueError, match="sharded_conv1d: axis 0 of x_in .* 'data'"):
+        sharded_conv1d(mesh, x, w, batch="data", channels=None)
+    with pytest.raises(ValueError, match="sharded_conv1d: channels must be an axis"):
+        sharded_conv1d(mesh, x, w, channels="tensor")
+    with pytest.raises(ValueError, match="sharded_depthwise_conv1d: axis 1 of img_ref"):
+        sharded_depthwise_conv1d(mesh, *drawn((2, 3, 1, 9), (3, 1, 1, 3)))
+    with pytest.raises(ValueError, match="conv1d: stride"):
+        sharded_conv1d(mesh, x, w, channels=None, stride=0)
