@@ -53,6 +53,7 @@ def cross_entropy(
     Returns:
         A scalar, or `[*tokens]` for `"none"`: float32, or float64 for float64 logits.
         The gradient has the dtype of `logits`, and takes no N x V array beside itself.
+        Checkpoint names: `cross_entropy_fwd_loss`, `cross_entropy_fwd_lse`.
 
     Raises:
         ValueError: the arguments break a rule, or a target that is known while tracing
@@ -118,6 +119,8 @@ def linear_cross_entropy(
 
     Returns:
         As `cross_entropy`. Products are summed in float32, or float64 for float64.
+        Checkpoint names: `linear_cross_entropy_total`, `_each`, `_dx` and `_dw`; for
+        `"none"` and `axis` `linear_cross_entropy_loss` and `_lse`.
 
     Raises:
         ValueError: as `cross_entropy`; or `x` and `w` do not fit. Under `jit` a target
