@@ -38,11 +38,11 @@ def collective_matmul_fwd(
     group = Group(axis, groups)
     # Made of both operands, it is divided as they are over an explicit mesh.
     blank = jnp.zeros_like(lhs.sum(1))[:, None] + jnp.zeros_like(rhs.sum(0), lhs.dtype)
-    out = jnp.broadcast_to(blank, (group_size(group), *blank.shape))
-    out, lhs, rhs = uniform(out, lhs, rhs, over=axis)
-    for channel, rank, chunk in arriving_rows(lhs, group, channels, bidirectional):
-        out = placed(out, product(chunk, rhs).astype(lhs.dtype), rank, channel.start)
-    return (lax.collapse(out, 0, 2),)
+    out, lhs, rhs = uniform(of_all_ranks(blank, group), lhs, rhs, over=axis)
+    for own, rank, chunk in arriving_rows(lhs, group, channels, bidirectional):
+        first = rank * lhs.shape[0] + own.start
+        out = placed(out, product(chunk, rhs).astype(lhs.dtype), first)
+    return (out,)
 
 
 def matmul_reduce_scatter_fwd(
@@ -168,16 +168,19 @@ def block(blocks: jax.Array, rank: Any, rows: slice) -> jax.Array:
     return own if rows == slice(0, blocks.shape[1]) else own[rows]
 
 
-def placed(out: jax.Array, rows: jax.Array, rank: Any, first: int) -> jax.Array:
-    """`out` with these rows in the block of one rank, from row `first` on."""
-    start = [jnp.asarray(i, jnp.int32) for i in (rank, first, 0)]
-    return lax.dynamic_update_slice(out, rows[None], start)
+def of_all_ranks(blank: jax.Array, group: Group) -> jax.Array:
+    """Room for the rows of all ranks, each as many as `blank` has, which is zero."""
+    return jnp.concatenate([blank] * group_size(group))
+
+
+def placed(out: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
+    """`out` with these rows in it, from row `first` on."""
+    start = [jnp.asarray(i, jnp.int32) for i in (first, 0)]
+    return lax.dynamic_update_slice(out, rows, start)
 
 
 def shares(rows: int, channels: int) -> list[slice]:
     """The rows of each channel."""
-    if channels == 1:  # a symbolic size divides by nothing else
-        return [slice(0, rows)]
     size = rows // channels
     return [slice(c * size, (c + 1) * size) for c in range(channels)]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Shaped
 
 from neuronjax.kernels.collective_matmul import (
@@ -17,12 +16,13 @@ from neuronjax.kernels.collective_matmul import (
     by_rank,
     gathered,
     joined,
+    of_all_ranks,
     placed,
     scattered,
     shares,
 )
 from neuronjax.kernels.dtypes import accumulator
-from neuronjax.kernels.shard_common import Group, group_size, reduced, uniform
+from neuronjax.kernels.shard_common import Group, reduced, uniform
 from neuronjax.kernels.shard_common.groups import Members
 
 Matrix = Shaped[Array, "rows columns"]
@@ -40,11 +40,10 @@ def all_gather_fwd(
 ) -> tuple[Shaped[Array, "all_rows columns"]]:
     """Returns the rows of all ranks, in the order of the ranks; a copy."""
     group = Group(axis, groups)
-    out = jnp.broadcast_to(jnp.zeros_like(x), (group_size(group), *x.shape))
-    out, x = uniform(out, x, over=axis)
+    out, x = uniform(of_all_ranks(jnp.zeros_like(x), group), x, over=axis)
     for own, rank, chunk in arriving_rows(x, group, channels, bidirectional):
-        out = placed(out, chunk, rank, own.start)
-    return (lax.collapse(out, 0, 2),)
+        out = placed(out, chunk, rank * x.shape[0] + own.start)
+    return (out,)
 
 
 def reduce_scatter_fwd(
@@ -87,6 +86,20 @@ def reduce_scatter_plain(
 ) -> tuple[Array]:
     """The same by JAX's own reduce-scatter."""
     return (_summed(x, axis, groups, 0),)
+
+
+def column_gather_plain(
+    x: Matrix, *, axis: str | None = None, groups: Any = None, **_: Any
+) -> tuple[Array]:
+    """The same by the ring of rows."""
+    return (all_gather_fwd(x.T, name="", axis=axis, groups=groups)[0].T,)
+
+
+def column_scatter_plain(
+    x: Matrix, *, axis: str | None = None, groups: Any = None, **_: Any
+) -> tuple[Array]:
+    """The same by the ring of rows."""
+    return (reduce_scatter_fwd(x.T, name="", axis=axis, groups=groups)[0].T,)
 
 
 def column_gather(

@@ -125,14 +125,14 @@ sb2sb_all_gather = _family(
     "sb2sb_all_gather",
     COLUMNS,
     gather.column_gather,
-    gather.column_gather,
+    gather.column_gather_plain,
     _columns_backward,
 )
 column_scatter = _family(
     "sb2sb_all_gather_bwd",
     COLUMNS_MIRROR,
     gather.column_scatter,
-    gather.column_scatter,
+    gather.column_scatter_plain,
     _columns_mirror_backward,
     "d_x",
 )
