@@ -5,6 +5,8 @@ import io
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import neuronjax
@@ -35,6 +37,35 @@ def test_a_mapped_macro_is_one_row():
     x = jax.ShapeDtypeStruct((3, *X.shape), X.dtype)
     (row,) = neuronjax.trace(mapped, x, TABLE, TABLE).rows
     assert (row.count, row.vmapped) == (1, 1)
+
+
+def test_a_ring_is_traced_inside_one_shard_map_and_inside_two():
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), kinds, devices=jax.devices()[:4])
+
+    def ring(x, axis, size):
+        return neuronjax.fine_grained_allgather(x, size, axis=axis)
+
+    def inner(x):
+        return ring(x, "tensor", 2) + ring(x, "data", 2)
+
+    def outer(x):
+        spec = P(None, "tensor")
+        return jax.shard_map(
+            inner, out_specs=spec, in_specs=spec, axis_names={"tensor"}
+        )(x)
+
+    x = jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    two = jax.shard_map(
+        outer, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    one = jax.shard_map(
+        inner, mesh=mesh, in_specs=P("data", "tensor"), out_specs=P("data", "tensor")
+    )
+    for call in one, two:
+        trace = neuronjax.trace(call, x)
+        assert trace.count("FineGrainedAllGather") == 2
+        assert {row.shapes for row in trace.rows} == {("f32[2,3]{V:(data,tensor)}",)}
 
 
 def test_the_table_prints():

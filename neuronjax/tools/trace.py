@@ -139,7 +139,8 @@ def _macros(
             yield eqn, family, times, mesh
         if eqn.primitive.name == "shard_map":
             manual = frozenset(eqn.params["newly_manual_axes"])
-            inside = _Manual(eqn.params["mesh"], manual)
+            outer = mesh or _Manual(eqn.params["mesh"], frozenset())
+            inside = _Manual(outer.mesh, outer.axes | manual)
         else:
             inside = mesh
         for inner in inner_jaxprs(eqn):
