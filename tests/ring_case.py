@@ -13,31 +13,29 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from neuronjax.primitives.collectives import macro
-from neuronjax.primitives.collectives.names import (
-    COLUMNS,
-    COLUMNS_MIRROR,
-    GATHER,
-    GATHER_MIRROR,
-    MATMUL,
-    MATMUL_MIRROR,
-    MATMUL_WEIGHT,
-)
+from neuronjax.primitives.collectives import macro, names
 from tests.hlo import Program
 
 DEVICES = (1, 2, 3, 5, 8)
 AXIS = "tensor"
 ROWS = 4
 FAMILIES = {
-    MATMUL: macro.collective_matmul,
-    MATMUL_MIRROR: macro.matmul_reduce_scatter,
-    MATMUL_WEIGHT: macro.collective_matmul_weight,
-    GATHER: macro.all_gather,
-    GATHER_MIRROR: macro.reduce_scatter,
-    COLUMNS: macro.sb2sb_all_gather,
-    COLUMNS_MIRROR: macro.column_scatter,
+    names.MATMUL: macro.collective_matmul,
+    names.MATMUL_MIRROR: macro.matmul_reduce_scatter,
+    names.MATMUL_WEIGHT: macro.collective_matmul_weight,
+    names.GATHER: macro.all_gather,
+    names.GATHER_MIRROR: macro.reduce_scatter,
+    names.COLUMNS: macro.sb2sb_all_gather,
+    names.COLUMNS_MIRROR: macro.column_scatter,
 }
 RINGS = tuple(FAMILIES)[:5]
+# The public functions over a ring, each with the macro that it emits.
+FUNCTIONS = {
+    "allgather_compute_matmul": names.MATMUL,
+    "matmul_reduce_scatter": names.MATMUL_MIRROR,
+    "fine_grained_allgather": names.GATHER,
+    "fine_grained_reduce_scatter": names.GATHER_MIRROR,
+}
 
 
 def equation(name: str, operands: Any, groups: Any = None, xp: Any = np) -> Any:
@@ -52,14 +50,14 @@ def equation(name: str, operands: Any, groups: Any = None, xp: Any = np) -> Any:
     def one(rank):
         group, i = place[rank]
         size = len(group)
-        if name in (MATMUL_MIRROR, GATHER_MIRROR, COLUMNS_MIRROR):
-            both = name == MATMUL_MIRROR
+        if name in (names.MATMUL_MIRROR, names.GATHER_MIRROR, names.COLUMNS_MIRROR):
+            both = name == names.MATMUL_MIRROR
             total = sum(first[s] @ second[s] if both else first[s] for s in group)
-            return part(total, i, size, int(name == COLUMNS_MIRROR))
-        joined = xp.concatenate([first[s] for s in group], int(name == COLUMNS))
-        if name == MATMUL:
+            return part(total, i, size, int(name == names.COLUMNS_MIRROR))
+        joined = xp.concatenate([first[s] for s in group], int(name == names.COLUMNS))
+        if name == names.MATMUL:
             return joined @ second[rank]
-        return joined.T @ second[rank] if name == MATMUL_WEIGHT else joined
+        return joined.T @ second[rank] if name == names.MATMUL_WEIGHT else joined
 
     return xp.stack([one(rank) for rank in range(len(first))])
 
@@ -76,13 +74,13 @@ def shapes(name: str, size: int, sizes: Sizes) -> list[tuple[int, ...]]:
     """The shapes of what one rank of `size` holds."""
     rows, width, other = sizes
     return {
-        MATMUL: [(rows, width), (width, other)],
-        MATMUL_MIRROR: [(size * rows, other), (other, width)],
-        MATMUL_WEIGHT: [(rows, width), (size * rows, other)],
-        GATHER: [(rows, width)],
-        GATHER_MIRROR: [(size * rows, width)],
-        COLUMNS: [(rows, width)],
-        COLUMNS_MIRROR: [(rows, size * width)],
+        names.MATMUL: [(rows, width), (width, other)],
+        names.MATMUL_MIRROR: [(size * rows, other), (other, width)],
+        names.MATMUL_WEIGHT: [(rows, width), (size * rows, other)],
+        names.GATHER: [(rows, width)],
+        names.GATHER_MIRROR: [(size * rows, width)],
+        names.COLUMNS: [(rows, width)],
+        names.COLUMNS_MIRROR: [(rows, size * width)],
     }[name]
 
 
@@ -161,8 +159,8 @@ def calls(devices: int) -> list[Call]:
         Call(name, *way, sizes=Sizes(width=width))
         for width, (name, way) in enumerate(rings, 11)
     ] + [
-        Call(COLUMNS, sizes=Sizes(width=9)),
-        Call(COLUMNS_MIRROR, sizes=Sizes(width=2)),
+        Call(names.COLUMNS, sizes=Sizes(width=9)),
+        Call(names.COLUMNS_MIRROR, sizes=Sizes(width=2)),
     ]
 
 

@@ -10,21 +10,14 @@ import numpy as np
 import pytest
 
 import neuronjax
-from neuronjax.primitives.collectives.names import (
-    COLUMNS,
-    COLUMNS_MIRROR,
-    GATHER,
-    GATHER_MIRROR,
-    MATMUL,
-    MATMUL_MIRROR,
-    MATMUL_WEIGHT,
-)
+from neuronjax.primitives.collectives import names
 from neuronjax.sharding import make_mesh, ring_plan
 from tests.hlo import Program, along
 from tests.ring_case import (
     AXIS,
     DEVICES,
     FAMILIES,
+    FUNCTIONS,
     RINGS,
     Call,
     Sizes,
@@ -119,14 +112,14 @@ PAIRS = [
 
 def test_sums_are_wide_and_rounded_once():
     """Off by one rounding of the exact result and by float32's own error, no more."""
-    products = (MATMUL, MATMUL_MIRROR, MATMUL_WEIGHT)
+    products = (names.MATMUL, names.MATMUL_MIRROR, names.MATMUL_WEIGHT)
     every = [
         Call(name, bool(i % 2), 1 + i % 2, dtypes=pair, sizes=Sizes(4, 7, 5))
         for i, (pair, name) in enumerate(itertools.product(PAIRS, products))
     ]
     every += [
         Call(name, dtypes=(dtype,))
-        for name in (GATHER_MIRROR, COLUMNS_MIRROR)
+        for name in (names.GATHER_MIRROR, names.COLUMNS_MIRROR)
         for dtype in ("float64", "bfloat16", "float16")
     ]
     with jax.enable_x64(True):
@@ -134,7 +127,7 @@ def test_sums_are_wide_and_rounded_once():
         outs = _run(every, 3, given)
     for call, operands, got in zip(every, given, outs, strict=True):
         dtype = call.dtypes[0]
-        if call.name == MATMUL_WEIGHT:  # of both: neither is the activation
+        if call.name == names.MATMUL_WEIGHT:  # of both: neither is the activation
             dtype = np.promote_types(*(jnp.dtype(x) for x in call.dtypes))
         assert got.dtype == dtype, call
         exact = call.wanted(operands)
@@ -151,7 +144,7 @@ def test_copies_take_any_dtype():
     every = [
         Call(name, *way, dtypes=(dtype,))
         for dtype, way in itertools.product(dtypes, ways)
-        for name in (GATHER, COLUMNS)
+        for name in (names.GATHER, names.COLUMNS)
     ]
     given = [call.drawn(3) for call in every]
     for call, operands, got in zip(every, given, _run(every, 3, given), strict=True):
@@ -179,7 +172,7 @@ def test_groups_exchange_among_themselves_in_their_order():
     ]
     every += [
         Call(name, True, groups=GROUPS[way])
-        for name in (MATMUL, MATMUL_MIRROR, COLUMNS)
+        for name in (names.MATMUL, names.MATMUL_MIRROR, names.COLUMNS)
         for way in ("across", "alone", "one, turned")
     ]
     given = [call.drawn(8) for call in every]
@@ -220,18 +213,10 @@ def test_what_is_not_finite_stays_in_its_rows():
             wanted = call.wanted(operands)
         np.testing.assert_array_equal(np.asarray(got), wanted, str(call))
         rows = np.isfinite(got).all(-1)
-        if call.name in (MATMUL, GATHER):
+        if call.name in (names.MATMUL, names.GATHER):
             assert list(np.nonzero(~rows[0])[0]) == [1 * 4, 2 * 4 + 3]
-        elif call.name in (MATMUL_MIRROR, GATHER_MIRROR):
+        elif call.name in (names.MATMUL_MIRROR, names.GATHER_MIRROR):
             assert rows[1:].all() and not rows[0].all()
-
-
-RING_FUNCTIONS = {
-    "allgather_compute_matmul": MATMUL,
-    "matmul_reduce_scatter": MATMUL_MIRROR,
-    "fine_grained_allgather": GATHER,
-    "fine_grained_reduce_scatter": GATHER_MIRROR,
-}
 
 
 def _operands(name, devices, size, sizes):
@@ -242,7 +227,7 @@ def _operands(name, devices, size, sizes):
 @pytest.mark.parametrize(("ranks", "groups"), [(4, 2), (2, 3), (1, 3), (5, 1)])
 def test_functions_gather_in_neighbouring_groups(ranks, groups):
     devices, given = ranks * groups, {}
-    for function, name in RING_FUNCTIONS.items():
+    for function, name in FUNCTIONS.items():
         given[function] = _operands(name, devices, ranks, Sizes(3, 3, 2))
 
     def run(given):
@@ -257,7 +242,7 @@ def test_functions_gather_in_neighbouring_groups(ranks, groups):
     neighbours = np.arange(devices).reshape(groups, ranks)
     outs = jax.jit(on_ranks(ring_mesh(devices), run))(given)
     for (function, _), got in outs.items():
-        wanted = equation(RING_FUNCTIONS[function], given[function], neighbours)
+        wanted = equation(FUNCTIONS[function], given[function], neighbours)
         np.testing.assert_array_equal(got, wanted, function)
 
 
@@ -270,7 +255,7 @@ def test_two_cores_share_the_rows_of_a_rank(ranks):
     """Joined on both cores; raw, each core's part of the kernel's own axes."""
     channels = CHANNELS[ranks]
     rows, sizes = 2, Sizes(2 * 2 * channels, 3, 2)
-    given = {f: _operands(n, ranks, ranks, sizes) for f, n in RING_FUNCTIONS.items()}
+    given = {f: _operands(n, ranks, ranks, sizes) for f, n in FUNCTIONS.items()}
     ways = list(itertools.product((False, True), (False, True)))
 
     def run(given):
@@ -286,7 +271,7 @@ def test_two_cores_share_the_rows_of_a_rank(ranks):
     both = jax.tree.map(lambda x: jnp.repeat(x, 2, 0), given)
     outs = jax.jit(on_ranks(mesh, run))(both)
     for (function, hbm, raw), got in outs.items():
-        wanted = equation(RING_FUNCTIONS[function], given[function])
+        wanted = equation(FUNCTIONS[function], given[function])
         lead = (ranks,) if "gather" in function else ()
         view = (channels, 2, rows) if hbm else (2, channels, rows)
         if raw:
@@ -300,7 +285,7 @@ def test_two_cores_share_the_rows_of_a_rank(ranks):
 
 
 def test_raw_axes_of_one_core_flatten_to_the_result():
-    lhs, rhs = Call(MATMUL, sizes=Sizes(3, 4, 2)).drawn(2)
+    lhs, rhs = Call(names.MATMUL, sizes=Sizes(3, 4, 2)).drawn(2)
 
     def run(lhs, rhs):
         ring = functools.partial(neuronjax.allgather_compute_matmul, lhs, rhs, 2, 1)
@@ -331,7 +316,7 @@ def test_columns_are_gathered_in_the_order_of_their_group(rows):
     mesh = make_mesh(tensor=4, lnc=2)
     outs = jax.jit(on_ranks(mesh, run))(jnp.repeat(x, 2, 0))
     for i, got in enumerate(outs):
-        wanted = np.repeat(equation(COLUMNS, [x], lists[i // 3]), 2, 0)
+        wanted = np.repeat(equation(names.COLUMNS, [x], lists[i // 3]), 2, 0)
         np.testing.assert_array_equal(got, wanted)
 
 

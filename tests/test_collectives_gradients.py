@@ -12,21 +12,14 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import neuronjax
-from neuronjax.primitives.collectives.names import (
-    COLUMNS,
-    COLUMNS_MIRROR,
-    GATHER,
-    GATHER_MIRROR,
-    MATMUL,
-    MATMUL_MIRROR,
-    MATMUL_WEIGHT,
-)
+from neuronjax.primitives.collectives import names
 from neuronjax.sharding import make_mesh
 from tests.macro_case import assert_close, error
 from tests.ring_case import (
     AXIS,
     DEVICES,
     FAMILIES,
+    FUNCTIONS,
     Call,
     Sizes,
     all_of,
@@ -36,13 +29,21 @@ from tests.ring_case import (
 )
 
 MIRRORS = {
-    MATMUL: {MATMUL: 1, MATMUL_MIRROR: 1, MATMUL_WEIGHT: 1},
-    MATMUL_MIRROR: {MATMUL_MIRROR: 1, MATMUL: 1, MATMUL_WEIGHT: 1},
-    MATMUL_WEIGHT: {MATMUL_WEIGHT: 1, MATMUL: 1, MATMUL_MIRROR: 1},
-    GATHER: {GATHER: 1, GATHER_MIRROR: 1},
-    GATHER_MIRROR: {GATHER_MIRROR: 1, GATHER: 1},
-    COLUMNS: {COLUMNS: 1, COLUMNS_MIRROR: 1},
-    COLUMNS_MIRROR: {COLUMNS_MIRROR: 1, COLUMNS: 1},
+    names.MATMUL: {names.MATMUL: 1, names.MATMUL_MIRROR: 1, names.MATMUL_WEIGHT: 1},
+    names.MATMUL_MIRROR: {
+        names.MATMUL_MIRROR: 1,
+        names.MATMUL: 1,
+        names.MATMUL_WEIGHT: 1,
+    },
+    names.MATMUL_WEIGHT: {
+        names.MATMUL_WEIGHT: 1,
+        names.MATMUL: 1,
+        names.MATMUL_MIRROR: 1,
+    },
+    names.GATHER: {names.GATHER: 1, names.GATHER_MIRROR: 1},
+    names.GATHER_MIRROR: {names.GATHER_MIRROR: 1, names.GATHER: 1},
+    names.COLUMNS: {names.COLUMNS: 1, names.COLUMNS_MIRROR: 1},
+    names.COLUMNS_MIRROR: {names.COLUMNS_MIRROR: 1, names.COLUMNS: 1},
 }
 WAYS = {1: (False, 1), 2: (True, 1), 3: (False, 2), 5: (True, 1), 8: (False, 1)}
 SCRAMBLED = ((3, 0, 6, 1), (7, 2, 5, 4))
@@ -205,14 +206,6 @@ def test_every_replicated_operand_gets_its_gradient_once():
     _agree(got, wanted, 1e-5)
 
 
-FUNCTIONS = {
-    "allgather_compute_matmul": MATMUL,
-    "matmul_reduce_scatter": MATMUL_MIRROR,
-    "fine_grained_allgather": GATHER,
-    "fine_grained_reduce_scatter": GATHER_MIRROR,
-}
-
-
 @pytest.mark.parametrize("hbm", [False, True])
 def test_gradients_with_two_cores_of_a_rank(hbm):
     """What both cores hold whole gets one gradient, joined of both cores' rows."""
@@ -245,6 +238,34 @@ def test_gradients_come_by_the_mirror_macros():
         gradient = jax.grad(_loss(all_of([call], 2)))
         found = neuronjax.trace(gradient, [call.drawn(2)])
         assert {n: found.count(n) for n in FAMILIES if found.count(n)} == wanted
+
+
+# Name and number in the compiler's list of collectives, which has no reduce-scatter.
+_RING = "PermuteImplicit", 9, "interconnect"
+RECORDS = dict.fromkeys(FAMILIES, _RING) | {
+    names.COLUMNS: ("AllGather", 4, "interconnect"),
+    names.COLUMNS_MIRROR: ("ReduceScatter", None, "interconnect"),
+}
+
+
+def test_macros_of_any_order_record_what_they_are():
+    """A gradient's is not that of the macro it belongs to."""
+    calls = FUNCTIONS | {"allgather_sb2sb": names.COLUMNS}
+    given = {f: Call(n).drawn(2, whole=False) for f, n in calls.items()}
+
+    def run(given):
+        columns = neuronjax.allgather_sb2sb(*given["allgather_sb2sb"], [[0, 1]], 2)
+        rings = [getattr(neuronjax, f)(*given[f], 2, 1) for f in FUNCTIONS]
+        return columns, rings
+
+    def total(given):
+        slopes = jax.grad(_loss(on_ranks(ring_mesh(2), run)))(given)
+        return sum(x.sum() for x in jax.tree.leaves(slopes))
+
+    found = neuronjax.trace(jax.grad(total), given)
+    keys = "collective", "collective_kind", "transport"
+    records = {(row.name, *map(dict(row.config).get, keys)) for row in found.rows}
+    assert records == {(name, *record) for name, record in RECORDS.items()}
 
 
 def test_mapped_macros_are_one_macro_with_the_same_derivatives():
@@ -340,6 +361,22 @@ def test_an_export_of_the_gradient_keeps_every_name():
         assert all(f"{mark}{name}" in text for name in FAMILIES)
         got = export.deserialize(saved.serialize()).call(placed)
         assert_close(got, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("narrow", ["float16", "bfloat16"])
+def test_the_gradient_of_a_wider_rhs_is_not_rounded_to_lhs(narrow):
+    lhs, rhs = jnp.full((256, 1), 300, narrow), jnp.full((1, 2), 0.1, "float32")
+
+    def loss(rhs):
+        gathered = neuronjax.allgather_compute_matmul(lhs, rhs, 1, 1)
+        scattered = neuronjax.matmul_reduce_scatter(lhs, rhs, 1, 1)
+        with neuronjax.plain():
+            plain = neuronjax.allgather_compute_matmul(lhs, rhs, 1, 1)
+        outs = jnp.stack([gathered, scattered, plain]).astype("float32")
+        return outs.sum((1, 2))
+
+    got = jax.jit(jax.jacrev(loss))(rhs)
+    np.testing.assert_array_equal(got, np.full((3, 1, 2), 256 * 300.0))
 
 
 def test_low_precision_gradients_err_no_more_than_one_devices():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import neuronjax
@@ -40,7 +40,10 @@ def _products(mesh, lnc=None, **options):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_products_of_whole_arrays_are_rings(sizes):
-    """Values and gradients of one device; how results lie; what crosses the wire."""
+    """R-50: on either kind of mesh the values and gradients of one device.
+
+    And how results lie, and what crosses the wire.
+    """
     mesh, ranks = make_mesh(**sizes), sizes["tensor"]
     lnc = "lnc" if "lnc" in sizes else None
     run = _products(mesh, lnc, bidirectional=ranks % 2 == 1)
@@ -61,6 +64,7 @@ def test_products_of_whole_arrays_are_rings(sizes):
         np.testing.assert_array_equal(got, exact)
     for got, spec in zip((ab, cd), (P(None, AXIS), P(AXIS)), strict=True):
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert not sizes.get("explicit") or jax.typeof(got).sharding.spec == spec
     found = program(run, *given)
     channels = 2 if lnc else 1
     moves = 2 * channels * (ranks - 1)
@@ -144,6 +148,47 @@ def test_an_axis_may_be_manual_beside_one_that_xla_divides():
     np.testing.assert_array_equal(got, 2 * (lhs @ rhs) @ rhs.T)
 
 
+def _ring(mesh, *manual):
+    """A product on three ranks; of whole arrays."""
+    return jax.shard_map(
+        lambda lhs, rhs: neuronjax.allgather_compute_matmul(lhs, rhs, 3, 1),
+        mesh=mesh,
+        in_specs=(P(AXIS), P(None, AXIS)),
+        out_specs=P(None, AXIS),
+        axis_names=set(manual or mesh.axis_names),
+    )
+
+
+def test_a_map_over_another_mesh_axis_has_gradients():
+    mesh = make_mesh(data=2, tensor=3)
+    lhs = jnp.arange(36.0).reshape(2, 6, 3)
+    rhs = jnp.arange(18.0).reshape(3, 6)
+
+    def grads(fun):
+        def loss(lhs, rhs):
+            return jnp.sum(jnp.sin(fun(lhs, rhs)))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
+
+    mapped = jax.vmap(_ring(mesh), (0, None), spmd_axis_name="data")
+    for got, wanted in zip(grads(mapped), grads(jnp.matmul), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_may_be_divided_further_over_an_explicit_axis():
+    """R-50: inside, `tensor` is manual and `data` stays explicit."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 3), ("data", AXIS), kinds, devices=jax.devices()[:6])
+    lhs, rhs = jnp.arange(24.0).reshape(6, 4), jnp.arange(24.0).reshape(4, 6)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in ((lhs, P(AXIS)), (rhs, P(None, (AXIS, "data"))))
+        ]
+        got = jax.jit(_ring(mesh, AXIS))(*placed)
+    np.testing.assert_array_equal(jax.device_get(got), np.matmul(lhs, rhs))
+
+
 def test_ranks_are_counted_along_the_mesh_whatever_the_devices_numbers_are():
     devices = np.array(jax.devices()[:4])[[2, 0, 3, 1]]
     lhs = jnp.arange(8.0).reshape(4, 2)
@@ -178,6 +223,31 @@ def test_without_a_mesh_ranks_are_an_axis_of_vmap():
     got, wanted = (jax.jit(jax.value_and_grad(loss(f)))(given) for f in (mapped, plain))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) <= 2e-5
+
+
+def test_a_mapped_ring_takes_operands_that_are_alike_on_all_ranks():
+    ones = jnp.ones((2, 3))
+
+    def run(_):
+        return (
+            neuronjax.allgather_compute_matmul(ones, ones.T, 3, 1),
+            neuronjax.matmul_reduce_scatter(ones.reshape(3, 2), ones, 3, 1),
+            neuronjax.fine_grained_allgather(ones, 3),
+        )
+
+    found = jax.jit(jax.vmap(run, axis_name=AXIS))(jnp.arange(3))
+    assert [x.shape for x in found] == [(3, 6, 2), (3, 1, 3), (3, 6, 3)]
+    assert [set(np.ravel(x).tolist()) for x in found] == [{3.0}, {6.0}, {1.0}]
+
+
+def test_tangents_alone_may_be_mapped():
+    def push(tangent):
+        gather = lambda x: neuronjax.fine_grained_allgather(x, 3)  # noqa: E731
+        return jax.jvp(gather, (jnp.ones((2, 3)),), (tangent,))[1]
+
+    tangents = jnp.arange(18.0).reshape(3, 2, 3)
+    found = jax.jit(jax.vmap(push, axis_name=AXIS))(tangents)
+    np.testing.assert_array_equal(found, [tangents.reshape(6, 3)] * 3)
 
 
 def test_results_of_two_cores_are_typed_alike_on_both():

@@ -4,20 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import neuronjax
-from neuronjax.primitives.collectives.names import (
-    GATHER,
-    GATHER_MIRROR,
-    MATMUL,
-    MATMUL_MIRROR,
-    MATMUL_WEIGHT,
-)
+from neuronjax.primitives.collectives import names
 from neuronjax.sharding import make_mesh
 from tests.hlo import Program, along, collectives, groups_of, program, temporaries
 from tests.ring_case import (
     AXIS,
     FAMILIES,
+    FUNCTIONS,
     RINGS,
     Call,
     Sizes,
@@ -51,7 +47,7 @@ def test_the_pulled_back_ring_shares_the_forward_one():
     assert found.counts() == {PERMUTE: sum(wanted.values())}
 
 
-@pytest.mark.parametrize("name", [MATMUL, MATMUL_MIRROR])
+@pytest.mark.parametrize("name", [names.MATMUL, names.MATMUL_MIRROR])
 def test_the_gradient_of_one_operand_is_one_ring(name):
     """What nothing reads is not exchanged."""
     call = Call(name)
@@ -85,7 +81,7 @@ DEPTHS = {
 
 
 @pytest.mark.parametrize("way", DEPTHS)
-@pytest.mark.parametrize("name", [MATMUL, MATMUL_WEIGHT])
+@pytest.mark.parametrize("name", [names.MATMUL, names.MATMUL_WEIGHT])
 def test_the_next_permute_does_not_wait_for_the_product(name, way):
     """Double buffering, from what depends on what in the compiled program.
 
@@ -106,7 +102,7 @@ def test_the_next_permute_does_not_wait_for_the_product(name, way):
 @pytest.mark.parametrize("way", DEPTHS)
 def test_the_next_product_does_not_wait_for_the_sum(way):
     """The mirror: a sum waits for its parts, and no product for a sum on its way."""
-    call = Call(MATMUL_MIRROR, *way)
+    call = Call(names.MATMUL_MIRROR, *way)
     found = program(all_of([call], 5), [call.drawn(5)])
     moves, products = _steps(found)
     assert [depth for depth, _ in products] == [0] * 5 * call.channels
@@ -123,16 +119,16 @@ def test_the_rows_of_all_ranks_are_never_held_at_once():
     """
     devices, (rows, width, other) = 8, (64, 512, 48)
     sizes = Sizes(rows, width, other)
-    ring = all_of([Call(MATMUL, sizes=sizes)], devices)
+    ring = all_of([Call(names.MATMUL, sizes=sizes)], devices)
     given = [
         [
             jax.ShapeDtypeStruct((devices, *shape), jnp.float32)
-            for shape in shapes(MATMUL, devices, sizes)
+            for shape in shapes(names.MATMUL, devices, sizes)
         ]
     ]
 
     def plain(given):
-        return FAMILIES[MATMUL].plain(*given[0], name=MATMUL, axis=AXIS)
+        return FAMILIES[names.MATMUL].plain(*given[0], name=names.MATMUL, axis=AXIS)
 
     def pulled(given, cotangents):
         return jax.vjp(ring, given)[1](cotangents)
@@ -144,14 +140,6 @@ def test_the_rows_of_all_ranks_are_never_held_at_once():
     assert program(whole, given).large(gathered)
     assert temporaries(whole, given) >= 4 * gathered
     assert temporaries(ring, given) <= 0.4 * temporaries(whole, given)
-
-
-FUNCTIONS = {
-    "allgather_compute_matmul": MATMUL,
-    "matmul_reduce_scatter": MATMUL_MIRROR,
-    "fine_grained_allgather": GATHER,
-    "fine_grained_reduce_scatter": GATHER_MIRROR,
-}
 
 
 @pytest.mark.parametrize("hbm", [False, True])
@@ -174,6 +162,49 @@ def test_two_cores_join_their_parts_in_one_gather(hbm):
         assert found[False].counts() == {PERMUTE: 6, "all-gather": 1}
         assert found[False].counts(along(mesh, AXIS)) == {PERMUTE: 6}
         assert found[False].counts(along(mesh, "lnc")) == {"all-gather": 1}
+
+
+def _pulled(fun, *given):
+    """The compiled gradient of `fun`, given that of its result."""
+
+    def run(given, cotangent):
+        return jax.vjp(fun, *given)[1](cotangent)
+
+    return program(run, given, jax.eval_shape(fun, *given))
+
+
+def test_gradients_of_rows_that_two_cores_share_are_joined_in_one_sum():
+    """Back: the mirror's rings, and one all-reduce over the cores."""
+    mesh = make_mesh(tensor=4, lnc=2)
+    for function in ("fine_grained_allgather", "fine_grained_reduce_scatter"):
+
+        def local(x, function=function):
+            return getattr(neuronjax, function)(x[0], 4, lnc_axis="lnc")[None]
+
+        split = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+        found = _pulled(split, *Call(FUNCTIONS[function]).drawn(4))
+        assert found.counts(along(mesh, AXIS)) == {PERMUTE: 6}
+        assert found.counts(along(mesh, "lnc")) == {"all-reduce": 1}
+        assert found.counts() == {PERMUTE: 6, "all-reduce": 1}
+
+
+@pytest.mark.parametrize(("rows", "shared"), [(4, False), (256, True)])
+def test_columns_are_one_gather_and_back_one_reduce_scatter(rows, shared):
+    """Cores that share tiles exchange them in one gather more, and back in a sum."""
+    mesh = make_mesh(tensor=4, lnc=2)
+
+    def local(x):
+        options = dict(lnc_axis="lnc") if shared else {}
+        return neuronjax.allgather_sb2sb_tiled(x[0], [[0, 1, 2, 3]], 4, **options)[None]
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    x = jnp.ones((4, rows, 3))
+    found, back = program(split, x), _pulled(split, x)
+    assert found.counts(along(mesh, AXIS)) == {"all-gather": 1}
+    assert back.counts(along(mesh, AXIS)) == {"reduce-scatter": 1}
+    assert found.counts(along(mesh, "lnc")) == ({"all-gather": 1} if shared else {})
+    assert back.counts(along(mesh, "lnc")) == ({"all-reduce": 1} if shared else {})
+    assert len(found.collectives) == len(back.collectives) == 1 + shared
 
 
 def test_a_ring_in_a_loop_counts_once_for_its_body():
@@ -214,7 +245,7 @@ def test_what_a_program_gathers_first_is_seen_to_be_waited_for():
     def run(lhs, rhs):
         return lax.all_gather(lhs, AXIS, tiled=True) @ rhs
 
-    given = Call(MATMUL, sizes=Sizes(4, 3, 5)).drawn(2)
+    given = Call(names.MATMUL, sizes=Sizes(4, 3, 5)).drawn(2)
     found = program(on_ranks(ring_mesh(2), run), *given)
     (gather,), (product,) = found.find("all-gather"), found.products()
     assert gather.name in found.needs(product)
