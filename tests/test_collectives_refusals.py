@@ -305,6 +305,8 @@ def test_plain_collectives_take_arrays(name, x):
 
     call = jax.vmap(run, axis_name="tensor")
     assert refusal(call, jnp.ones(2)) == f"{name}: x must be an array, got {x!r}"
+    x = np.array("a")
+    assert refusal(call, jnp.ones(2)) == f"{name}: x must be an array, got ndarray"
 
 
 @pytest.mark.parametrize("groups", [None, [[0], [1]]])

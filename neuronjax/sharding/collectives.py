@@ -1,5 +1,6 @@
 """Plain collectives inside `shard_map`: sums, exchanges, the batch shard of queries."""
 
+import contextlib
 from numbers import Number
 from typing import Any
 
@@ -167,7 +168,8 @@ def _require_queries(
 def _array(function: str, x: Any) -> jax.Array:
     """`x`, an array or a number."""
     if hasattr(x, "dtype") or isinstance(x, Number):
-        return jnp.asarray(x)
+        with contextlib.suppress(TypeError):  # NumPy has arrays of words and objects
+            return jnp.asarray(x)
     raise ValueError(f"{function}: x must be an array, got {described(x)}")
 
 
