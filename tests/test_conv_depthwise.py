@@ -8,6 +8,8 @@ import ml_dtypes  # noqa: F401  names bfloat16
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import neuronjax
@@ -255,3 +257,31 @@ def test_a_filter_as_long_as_the_image_compiles_to_a_small_program():
     assert "while" not in text and "scan" not in text and len(text) < 20000
     x, w = drawn((1, 2, 1, 4096), (2, 1, 1, 4093))
     assert error(jax.jit(call)(x, w), equations.depthwise(x, w)) < 2e-5
+
+
+@pytest.mark.parametrize("width", [7, 17])
+def test_loops_are_mapped_and_differ_over_a_mesh(width, monkeypatch):
+    """R-42, R-43: an axis of `vmap`, and filters that all devices share."""
+    for name, size in dict(UNROLLED=3, CHUNK=2, LANES=4).items():
+        monkeypatch.setattr(kernel, name, size)
+    x, w = map(jnp.asarray, drawn((2, 3, 1, 2, 1, width), (2, 2, 1, 1, 5)))
+
+    def one(x, w):
+        out, pull = jax.vjp(call, x, w)
+        return out, *pull(jnp.cos(out))
+
+    got = jax.jit(jax.vmap(one))(x[:, 0], w)
+    wanted = [jnp.stack(found) for found in zip(*map(one, x[:, 0], w), strict=True)]
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 1e-6
+
+    mesh = jax.make_mesh((3,), ("data",), (AxisType.Auto,), devices=jax.devices()[:3])
+    split = jax.shard_map(
+        call, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    results = []
+    for f in (split, call):
+        scalar = lambda x, w, f=f: jnp.sum(jnp.sin(f(x, w)))  # noqa: E731
+        results.append(jax.jit(jax.value_and_grad(scalar, (0, 1)))(x[0, :, 0], w[0]))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert error(a, b) < 1e-5
