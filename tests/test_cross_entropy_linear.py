@@ -31,7 +31,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("block_size", [2, 3, 256])
+@pytest.mark.parametrize("block_size", [2, 256])
 def test_loss_and_gradients_equal_the_equations(block_size, options, reduction):
     """Blocks of two do not divide seven tokens: one is filled up."""
     given = dict(options, reduction=reduction)

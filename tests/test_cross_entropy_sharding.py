@@ -166,6 +166,17 @@ def test_tokens_over_an_automatic_mesh_need_no_wrapper():
     assert "all-gather" not in program(grad, split, w).counts()
 
 
+def test_logits_over_an_automatic_mesh_are_not_gathered():
+    mesh = make_mesh(data=2, tensor=4)
+    x, y = drawn(16, 12), np.arange(16, dtype=np.int32) % 12
+    split = jax.device_put(x, NamedSharding(mesh, P("data", "tensor")))
+    grad = jax.jit(jax.value_and_grad(neuronjax.cross_entropy))
+    found = program(grad, split, y)
+    assert found.find("all-reduce") and not found.find("all-gather", "all-to-all")
+    for got, wanted in zip(grad(split, y), loss_and_gradient(x, y), strict=True):
+        np.testing.assert_allclose(got, wanted, 1e-5, 1e-6)
+
+
 def test_what_a_mesh_cannot_share_is_refused():
     mesh = make_mesh(tensor=4)
     x, w, y = drawn(6, 10), drawn(5, 10), np.zeros(6, np.int32)
