@@ -111,35 +111,65 @@ def test_the_next_product_does_not_wait_for_the_sum(way):
         assert sum(op.name in needed for _, op in products) == step + 1
 
 
-def test_the_rows_of_all_ranks_are_never_held_at_once():
-    """No array of `[tp * m, K]`, forward or in the gradient.
+def _pulled(fun, *given):
+    """The compiled gradient of `fun`, given that of its result."""
 
-    Temporaries of the forward ring take at most 0.4 of those of an all-gather and a
-    product. `temporaries` of the latter are the gathered rows.
-    """
-    devices, (rows, width, other) = 8, (64, 512, 48)
-    sizes = Sizes(rows, width, other)
-    ring = all_of([Call(names.MATMUL, sizes=sizes)], devices)
-    given = [
+    def run(given, cotangent):
+        return jax.vjp(fun, *given)[1](cotangent)
+
+    return program(run, given, jax.eval_shape(fun, *given))
+
+
+def _described(*sizes):
+    """Operands of a product on 8 ranks, by rows, K and N of a rank."""
+    return [
         [
-            jax.ShapeDtypeStruct((devices, *shape), jnp.float32)
-            for shape in shapes(names.MATMUL, devices, sizes)
+            jax.ShapeDtypeStruct((8, *shape), jnp.float32)
+            for shape in shapes(names.MATMUL, 8, Sizes(*sizes))
         ]
     ]
 
-    def plain(given):
-        return FAMILIES[names.MATMUL].plain(*given[0], name=names.MATMUL, axis=AXIS)
 
-    def pulled(given, cotangents):
-        return jax.vjp(ring, given)[1](cotangents)
+def _gathered_first(given):
+    return FAMILIES[names.MATMUL].plain(*given[0], name=names.MATMUL, axis=AXIS)
 
-    gathered = devices * rows * width
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_rows_of_all_ranks_are_never_held_at_once(bidirectional):
+    """No array of `[tp * m, K]`, forward or in the gradient."""
+    given, gathered = _described(64, 512, 48), 8 * 64 * 512
+    ring = all_of([Call(names.MATMUL, bidirectional)], 8)
     assert not program(ring, given).large(gathered)
-    assert not program(pulled, given, jax.eval_shape(ring, given)).large(gathered)
-    whole = on_ranks(ring_mesh(devices), plain)
+    assert not _pulled(ring, given).large(gathered)
+    whole = on_ranks(ring_mesh(8), _gathered_first)
     assert program(whole, given).large(gathered)
-    assert temporaries(whole, given) >= 4 * gathered
-    assert temporaries(ring, given) <= 0.4 * temporaries(whole, given)
+
+
+# Rows, K and N of each of 8 ranks; the ring's temporaries as a part of those of an
+# all-gather and a product, one way and both ways.
+MEMORY = {
+    (64, 512, 48): (0.27, 0.42),
+    (64, 512, 256): (0.38, 0.63),
+    (64, 512, 512): (0.5, 1.0),
+    (64, 48, 512): (2.92, 6.92),
+}
+
+
+@pytest.mark.parametrize("sizes", MEMORY, ids=str)
+def test_what_a_ring_holds_follows_from_its_widths(sizes):
+    """One way: two chunks of rows and two blocks of the result, beside the result.
+
+    On 8 ranks at most 0.4 of what a gather needs where N is at most 0.6 K, and more
+    than it where N is several times K.
+    """
+    given, (rows, width, other) = _described(*sizes), sizes
+    whole = temporaries(on_ranks(ring_mesh(8), _gathered_first), given)
+    assert whole >= 4 * 8 * rows * width
+    for bidirectional, wanted in zip((False, True), MEMORY[sizes], strict=True):
+        ring = all_of([Call(names.MATMUL, bidirectional)], 8)
+        assert temporaries(ring, given) / whole == pytest.approx(wanted, abs=0.01)
+    formula = 2 * (width + other) / (8 * width)
+    assert MEMORY[sizes][0] == pytest.approx(formula, rel=0.03)
 
 
 @pytest.mark.parametrize("hbm", [False, True])
@@ -162,15 +192,6 @@ def test_two_cores_join_their_parts_in_one_gather(hbm):
         assert found[False].counts() == {PERMUTE: 6, "all-gather": 1}
         assert found[False].counts(along(mesh, AXIS)) == {PERMUTE: 6}
         assert found[False].counts(along(mesh, "lnc")) == {"all-gather": 1}
-
-
-def _pulled(fun, *given):
-    """The compiled gradient of `fun`, given that of its result."""
-
-    def run(given, cotangent):
-        return jax.vjp(fun, *given)[1](cotangent)
-
-    return program(run, given, jax.eval_shape(fun, *given))
 
 
 def test_gradients_of_rows_that_two_cores_share_are_joined_in_one_sum():
