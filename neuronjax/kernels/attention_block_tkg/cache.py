@@ -109,15 +109,17 @@ def _ways(o: Operands, c: Any) -> tuple[int, int]:
 
 def _write(cache, new, o, axis):
     """`cache` with `new` in it, in its own dtype and shape."""
-    rows, whole = new[:, 0].astype(cache.dtype), _headless(cache)
+    rows = new.astype(cache.dtype)
     if o.table is not None:
+        rows, whole = rows[:, 0], _headless(cache)
         places = _places(o.position, rows.shape[1], math.prod(whole.shape[:2]))
-        held = _write_places(whole, rows, places)
-    else:
-        rows = rows if axis == 1 else rows.mT
-        start = first_slots(o.position, rows.shape[axis], whole.shape[axis])
-        held = write_slots(whole, rows, start, axis=axis)
-    return held.reshape(cache.shape)
+        return _write_places(whole, rows, places).reshape(cache.shape)
+    # A head axis stays: XLA lays out the cache without it in another way, and copies
+    # all of it before the write and after it.
+    rows = rows if axis == 1 else rows.mT
+    rows, axis = (rows, axis + 1) if cache.ndim == 4 else (rows[:, 0], axis)
+    start = first_slots(o.position, rows.shape[axis], cache.shape[axis])
+    return write_slots(cache, rows, start, axis=axis)
 
 
 def _read(cotangent, cache, o, axis):

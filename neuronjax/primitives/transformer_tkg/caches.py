@@ -1,8 +1,8 @@
 """New keys and values written into caches that no macro writes.
 
 A macro that is mapped over key/value heads would bring their axis to the front of the
-caches: on a CPU a copy of all slots, four times the step's time for two sequences. One
-in a scan would hold them twice.
+caches, which copies them on a CPU; one in a scan would hold them twice.
+tests/test_transformer_tkg_memory.py measures that neither happens.
 """
 
 import functools
@@ -32,24 +32,24 @@ def written(
     """The caches with new tokens in them; a write that does not fit changes nothing.
 
     Args:
-        caches: keys `[layers, batch, G, head_dim, slots]`, values `[layers, batch, G,
-            slots, head_dim]`.
+        caches: keys `[*layers, batch, G, head_dim, slots]`, values `[*layers, batch, G,
+            slots, head_dim]`, of one layer or of all.
         new: the same with the new tokens for slots.
         position: `[batch, 1]`, the slot of the first new token.
     """
     (k_cache, v_cache), (k, v) = caches, new
-    return _written(k_cache, k, position, 4), _written(v_cache, v, position, 3)
+    return _written(k_cache, k, position, 3), _written(v_cache, v, position, 2)
 
 
 @functools.partial(jax.jit, static_argnums=3)  # traced once for all layers
 def _written(cache, new, position, axis):
-    layers, batch, groups = cache.shape[:3]
-    first = first_slots(position, new.shape[axis], cache.shape[axis])
-    if batch == 1:  # every row begins at one slot: all of them are one row
-        rows, new = (x.reshape(1, layers, *x.shape[2:]) for x in (cache, new))
-    else:
-        first = jnp.broadcast_to(first[None, :, None], (layers, batch, groups)).ravel()
-        rows, new = (x.reshape(first.size, *x.shape[3:]) for x in (cache, new))
-        axis -= 2
-    rows, new, first = uniform(rows, new, first)
-    return write_slots(rows, new, first, axis=axis).reshape(cache.shape)
+    """`axis` is that of the slots in one layer.
+
+    Layers and heads keep their axes: XLA lays out what a reshape gives in another way,
+    and copies the whole cache before the write and after it.
+    """
+    axes = cache.ndim - 4
+    first = first_slots(position, new.shape[axis + axes], cache.shape[axis + axes])
+    cache, new, first = uniform(cache, new, first)
+    write = functools.partial(write_slots, axis=axis)
+    return (jax.vmap(write, (0, 0, None)) if axes else write)(cache, new, first)

@@ -80,10 +80,8 @@ def decode_layer(
     part, kept = _attention(h, layer, caches, tokens, links, update and alone)
     h = added(h, part, links)
     if update and not alone:
-        held, new = ([x[None] for x in pair] for pair in (caches, kept))
         # Behind the sum, which is typed alike on both cores, as the caches are.
-        k_cache, v_cache = written(held, new, after(h, tokens.position))
-        kept = k_cache[0], v_cache[0]
+        kept = written(caches, kept, after(h, tokens.position))
     return added(h, own_half(layer.feed_forward(h), links), links), kept
 
 
