@@ -11,7 +11,7 @@ import pytest
 
 import neuronjax
 from neuronjax.primitives.collectives import names
-from neuronjax.sharding import make_mesh, ring_plan
+from neuronjax.sharding import make_mesh
 from tests.hlo import Program, along
 from tests.ring_case import (
     AXIS,
@@ -318,28 +318,3 @@ def test_columns_are_gathered_in_the_order_of_their_group(rows):
     for i, got in enumerate(outs):
         wanted = np.repeat(equation(names.COLUMNS, [x], lists[i // 3]), 2, 0)
         np.testing.assert_array_equal(got, wanted)
-
-
-def test_a_plan_is_a_function_of_its_arguments_alone():
-    """R-53: nothing is tuned and nothing is stored, so no choice can go stale."""
-    shape = jax.ShapeDtypeStruct
-    asked = [
-        (m, k, n, dtype, hbm)
-        for m, k, n in [(64, 64, 64), (64, 128, 128), (4096, 4096, 4096)]
-        for dtype in ("float32", "bfloat16")
-        for hbm in (False, True)
-    ]
-
-    def plan_of(m, k, n, dtype, hbm):
-        lhs, rhs = shape((m, k), dtype), shape((k, n), dtype)
-        return ring_plan(lhs, rhs, 4, force_hbm_cc=hbm)
-
-    plans = {each: plan_of(*each) for each in asked}
-    assert plans == {each: plan_of(*each) for each in reversed(asked)}
-    for (m, k, n, dtype, hbm), plan in plans.items():
-        size = jnp.dtype(dtype).itemsize
-        assert plan.rhs_bytes == 2 * k * n * size
-        assert plan.buffers_bytes == 2 * m * k * size
-        kept = 2 * k * n * size if 2 * k * n * size <= 16 << 20 else 0
-        fits = not hbm and 2 * m * k * size <= (24 << 20) - kept
-        assert plan.path == ("sbuf" if fits else "hbm")

@@ -2,14 +2,13 @@
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax import sharding
+from tests import ring_case
 from tests.adapters import adapter, take
 
-AXIS = "tensor"
+AXIS = ring_case.AXIS
 _RING = dict(num_groups="num_groups", force_hbm_cc="force_hbm_cc")
 
 
@@ -21,14 +20,7 @@ def on_ranks(function, *arrays):
     ranks = len(arrays[0])
     if ranks > len(jax.devices()):
         return jax.jit(jax.vmap(function, axis_name=AXIS))(*arrays)
-    devices = jax.devices()[:ranks]
-    mesh = jax.make_mesh((ranks,), (AXIS,), (AxisType.Auto,), devices=devices)
-
-    def local(*parts):
-        return function(*(x[0] for x in parts))[None]
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    return jax.jit(split)(*arrays)
+    return jax.jit(ring_case.on_ranks(ring_case.ring_mesh(ranks), function))(*arrays)
 
 
 def alike(results):
