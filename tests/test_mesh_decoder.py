@@ -45,7 +45,8 @@ EXPERTS = MoEConfig(
 SHARED = dataclasses.replace(
     EXPERTS, shared_d_ff=5, norm_topk_prob=False, act_fn="SIGMOID", activation="GELU"
 )
-MODELS = dict(three=THREE, eight=EIGHT, experts=EXPERTS, shared=SHARED)
+ODD = dataclasses.replace(THREE, d_model=15)
+MODELS = dict(three=THREE, eight=EIGHT, experts=EXPERTS, shared=SHARED, odd=ODD)
 MESHES = [
     ("three", 1, 1),
     ("three", 3, 1),
@@ -99,6 +100,13 @@ def close(found, wanted, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+def after_prefill(model, tokens):
+    """What `decode` says of `tokens` after three prompts."""
+    prompts, lengths, slots = arguments()
+    _, cache = model.prefill(prompts, lengths, slots)
+    return model.decode(tokens, cache)
+
+
 @functools.cache
 def on_one_device(name):
     return steps(model_of(name))[0]
@@ -119,7 +127,14 @@ def test_the_other_path_of_the_residual_computes_the_same(name, ranks, cores):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "cores"), [("three", 3, 2), ("eight", 8, 1), ("experts", 2, 1)]
+    ("name", "ranks", "cores"),
+    [
+        ("three", 3, 2),
+        ("eight", 2, 1),
+        ("eight", 4, 1),
+        ("eight", 8, 1),
+        ("experts", 2, 1),
+    ],
 )
 def test_greedy_tokens_are_those_of_one_device(name, ranks, cores):
     options, seen = dict(max_tokens=6, eos_ids=()), []
@@ -170,6 +185,12 @@ def test_meshes_of_other_kinds_compute_the_same(monkeypatch, sizes):
     close(steps(decoder, **given)[0], steps(model_of("three"), **given)[0])
 
 
+def test_an_axis_of_one_core_is_none():
+    decoder = MeshDecoder(model_of("three"), make_mesh(tensor=3, cores=1), lnc="cores")
+    assert decoder.layout.lnc is None
+    close(steps(decoder, (1,))[0], on_one_device("three")[:2])
+
+
 def test_a_row_without_room_keeps_its_cache_and_still_answers():
     """7 + 1 + 3 tokens do not fit into 10 slots, 3 + 1 + 3 do."""
     wanted, held = steps(model_of("three"), slots=10)
@@ -204,14 +225,20 @@ def test_a_cache_is_donated():
     assert isinstance(new, module.MeshCache) and new.slots == 8
 
 
-def test_bfloat16_is_near_float32():
+def test_bfloat16_over_ranks_and_cores_is_as_near_as_on_one_device():
+    """At most twice the error of one device in bfloat16, against float32."""
     narrow = Llama(EIGHT, dtype=jnp.bfloat16, rngs=nnx.Rngs(3))
     decoder = decoder_of("eight", 4, 2, model=narrow)
     held = jax.tree.leaves(nnx.state(decoder))
     assert {x.dtype for x in held} == {jnp.dtype("bfloat16")}
     got, cache = steps(decoder)
     assert cache.layers.key.dtype == jnp.bfloat16
-    close(got, on_one_device("eight"), 0.05)
+    (alone, _), exact = steps(narrow), on_one_device("eight")
+    for own, theirs, wanted in zip(got, alone, exact, strict=True):
+        assert own.shape == wanted.shape
+        distances = (np.abs(np.float32(x) - wanted) for x in (own, theirs))
+        error, allowed = (x.max() / np.abs(wanted).max() for x in distances)
+        assert 0 < error <= 2 * allowed
 
 
 def test_each_device_holds_only_its_part():
@@ -305,7 +332,21 @@ def test_a_divided_embedding_costs_one_all_reduce():
             lambda: MeshDecoder(
                 model_of("three"), make_mesh(tensor=1, cores=5), lnc="cores"
             ),
-            "the 5 cores of 'cores' must divide d_model, got 24",
+            "lnc must be an axis of 2 cores, got 5 of 'cores'",
+        ),
+        (
+            lambda: MeshDecoder(
+                model_of("three"), make_mesh(tensor=1, cores=4), lnc="cores"
+            ),
+            "lnc must be an axis of 2 cores, got 4 of 'cores'",
+        ),
+        (
+            lambda: decoder_of("eight", 2, lnc="tensor"),
+            "lnc must be another axis than axis = 'tensor'",
+        ),
+        (
+            lambda: decoder_of("odd", 1, 2),
+            "the two cores of 'lnc' must divide d_model, got 15",
         ),
         (
             lambda: decoder_of(
@@ -317,6 +358,18 @@ def test_a_divided_embedding_costs_one_all_reduce():
         (
             lambda: decoder_of("three", 3).prefill(*arguments(slots=6)),
             r"prefill: slots must be at least seq = 7, got 6",
+        ),
+        (
+            lambda: decoder_of("three", 3).prefill(*arguments(seq=0)),
+            r"prefill: tokens must be of shape .batch, seq., .* at least 1, got .3, 0.",
+        ),
+        (
+            lambda: after_prefill(decoder_of("three", 3), jnp.ones((3, 0), jnp.int32)),
+            r"decode: tokens must be of shape .batch, seq., .* at least 1, got .3, 0.",
+        ),
+        (
+            lambda: after_prefill(decoder_of("three", 3), jnp.ones((2, 1), jnp.int32)),
+            "decode: tokens must have a row for each of the 3 of the cache, got 2",
         ),
     ],
 )

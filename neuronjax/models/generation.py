@@ -32,6 +32,51 @@ class Decoder(Protocol):
         ...
 
 
+class Generates:
+    """The method `generate` of a decoder."""
+
+    def generate(
+        self: Decoder,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        eos_ids: Sequence[int] | None = None,
+        stream: Callable[[list[int | None]], None] | None = None,
+    ) -> list[list[int]]:
+        """Continues prompts; see `neuronjax.models.generation.generate`.
+
+        Without `eos_ids` those of the model's configuration end a row.
+        """
+        return generate(
+            self,
+            prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            eos_ids=self.config.eos_ids if eos_ids is None else eos_ids,
+            stream=stream,
+        )
+
+
+def require_tokens(function: str, tokens: Array, cache: Cache | None = None) -> None:
+    """Refuses tokens that are not `[batch, seq]`, or not of the cache's rows."""
+    if tokens.ndim != 2 or not tokens.shape[1]:
+        raise ValueError(
+            f"{function}: tokens must be of shape [batch, seq], seq at least 1, "
+            f"got {tokens.shape}"
+        )
+    rows = tokens.shape[0] if cache is None else cache.lengths.shape[0]
+    if tokens.shape[0] != rows:
+        raise ValueError(
+            f"{function}: tokens must have a row for each of the {rows} of the cache, "
+            f"got {tokens.shape[0]}"
+        )
+
+
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],

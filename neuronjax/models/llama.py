@@ -5,7 +5,6 @@ Llama 2.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from neuronjax.kernels.linear import linear_fwd
 from neuronjax.kernels.stacked import layer_at
 from neuronjax.models.cache import Cache
 from neuronjax.models.config import DecoderConfig
-from neuronjax.models.generation import generate
+from neuronjax.models.generation import Generates, require_tokens
 from neuronjax.models.stacking import stack_layers, unstack_layers
 from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.norm import RMSNorm
@@ -25,7 +24,7 @@ from neuronjax.nn.parameter import at_dtype, parameter
 from neuronjax.nn.rotary import rotary_tables
 
 
-class Llama(nnx.Module):
+class Llama(Generates, nnx.Module):
     """A Llama decoder.
 
     Args:
@@ -107,7 +106,11 @@ class Llama(nnx.Module):
 
         Returns:
             The logits after each row's last token, `[batch, vocab]`, and the cache.
+
+        Raises:
+            ValueError: there are no tokens, or fewer slots than tokens.
         """
+        require_tokens("Llama.prefill", tokens)
         if slots < tokens.shape[1]:
             raise ValueError(
                 f"Llama.prefill: slots must be at least seq = {tokens.shape[1]}, "
@@ -148,29 +151,6 @@ class Llama(nnx.Module):
 
         x, layers = self._each(step, x, cache.layers)
         return self._logits(x), Cache(layers, cache.lengths + tokens.shape[1])
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        eos_ids: Sequence[int] | None = None,
-        stream: Callable[[list[int | None]], None] | None = None,
-    ) -> list[list[int]]:
-        """Continues prompts; see `neuronjax.models.generation.generate`."""
-        return generate(
-            self,
-            prompts,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            eos_ids=self.config.eos_ids if eos_ids is None else eos_ids,
-            stream=stream,
-        )
 
     def stacked(self) -> Self:
         """The same model with its layers stacked, to scan over; shares the rest."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from neuronjax.models import mesh_step
 from neuronjax.models.cache import Cache
-from neuronjax.models.generation import generate
+from neuronjax.models.generation import Generates, require_tokens
 from neuronjax.models.llama import Llama
 from neuronjax.models.mesh_packing import (
     packed_layer,
     require_division,
     require_plain,
     table_axes,
+    two_cores,
     weight_spec,
 )
 from neuronjax.nn.cache import LayerCache
@@ -31,7 +31,8 @@ from neuronjax.sharding.mesh import laid, require_axes
 # New tokens that prefill reads at once.
 CHUNK = 128
 # The mask's last slots stand for the new tokens, so that a row whose slots are all
-# filled needs one more to read a token.
+# filled needs one more to read a token. A step that reads more tokens than this at once
+# copies the cache to one with room for them, and back.
 SPARE = 1
 
 
@@ -52,7 +53,7 @@ class MeshCache(Cache):
         return super().slots - SPARE
 
 
-class MeshDecoder(nnx.Module):
+class MeshDecoder(Generates, nnx.Module):
     r"""A `Llama` or `MoELM` that reads prompts and generates over a mesh.
 
     $$h \mathrel{+}= \sum_r \mathrm{Attention}_r(h), \qquad
@@ -78,15 +79,16 @@ class MeshDecoder(nnx.Module):
         mesh: the devices; other axes hold everything whole.
         axis: the mesh axis of the ranks.
         lnc: the mesh axis of a rank's two cores; unless named `"lnc"`, where the mesh
-            has one.
+            has one. An axis of one device is none.
         scan_layers: keep the weights stacked and scan over the layers; else they are
             traced one by one, with the same result.
         sbuf_residual_and_cc: the path of the residual in `transformer_tkg`: each core
             sums its own half over the ranks, and the halves are exchanged then.
 
     Raises:
-        ValueError: the mesh lacks an axis; the ranks do not divide the key heads, or
-            the cores the width; or a layer is of other blocks.
+        ValueError: the mesh lacks an axis, or `lnc` is not one of two cores beside
+            `axis`; the ranks do not divide the key heads, or the cores the width; or a
+            layer is of other blocks.
 
     Source:
         Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
@@ -115,6 +117,7 @@ class MeshDecoder(nnx.Module):
     ):
         lnc = "lnc" if lnc is None and "lnc" in mesh.axis_names else lnc
         require_axes("MeshDecoder", mesh, axis=axis, lnc=lnc)
+        lnc = two_cores("MeshDecoder", mesh, axis, lnc)
         require_division("MeshDecoder", mesh, model.config, axis, lnc)
         self.config, self.mesh, self.scan_layers = model.config, mesh, scan_layers
         axes = table_axes(mesh, model.config.vocab_size, axis, lnc)
@@ -140,6 +143,7 @@ class MeshDecoder(nnx.Module):
         slots: int,
     ) -> tuple[Float[Array, "batch vocab"], MeshCache]:
         """Reads prompts into a new cache; see `Llama.prefill`."""
+        require_tokens("MeshDecoder.prefill", tokens)
         batch, seq = tokens.shape
         if slots < seq:
             raise ValueError(
@@ -170,32 +174,10 @@ class MeshDecoder(nnx.Module):
         self, tokens: Int[Array, "batch seq"], cache: Cache
     ) -> tuple[Float[Array, "batch seq vocab"], MeshCache]:
         """Reads `seq` more tokens of each row; see `Llama.decode`."""
+        require_tokens("MeshDecoder.decode", tokens, cache)
         start, slots = cache.lengths, cache.slots
         x, layers = self._hidden(tokens, start, cache.layers, slots, slots)
         return self._logits(x), MeshCache(layers, start + tokens.shape[1])
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        eos_ids: Sequence[int] | None = None,
-        stream: Callable[[list[int | None]], None] | None = None,
-    ) -> list[list[int]]:
-        """Continues prompts; see `neuronjax.models.generation.generate`."""
-        return generate(
-            self,
-            prompts,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            eos_ids=self.config.eos_ids if eos_ids is None else eos_ids,
-            stream=stream,
-        )
 
     def _chunk(self, carry, tokens, lengths, start, prior):
         """Reads a chunk of every prompt; keeps the last tokens that are in it."""
@@ -209,12 +191,12 @@ class MeshDecoder(nnx.Module):
         return jnp.where(here[:, None], row[:, 0], last), layers
 
     def _hidden(self, tokens, start, layers, slots, prior):
-        """`mesh_step.hidden` of embedded tokens, over the mesh."""
+        """`mesh_step.hidden_states` of embedded tokens, over the mesh."""
         layout, cache_spec = self.layout, self._cache_spec()
 
         def local(table, weights, tokens, start, layers):
-            x = mesh_step.embedded(table, tokens, layout.table_axes)
-            return mesh_step.hidden(
+            x = mesh_step.embedded_tokens(table, tokens, layout.table_axes)
+            return mesh_step.hidden_states(
                 *(weights, x, start, layers),
                 config=self.config,
                 layout=layout,

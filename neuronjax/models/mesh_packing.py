@@ -168,6 +168,20 @@ def require_plain(function: str, layer: Any) -> None:
         )
 
 
+def two_cores(function: str, mesh: Mesh, axis: str, lnc: str | None) -> str | None:
+    """The axis of each rank's two cores; `None` where it has only one device."""
+    if lnc is None:
+        return None
+    if lnc == axis:
+        raise ValueError(f"{function}: lnc must be another axis than axis = {axis!r}")
+    if mesh.shape[lnc] not in (1, 2):
+        raise ValueError(
+            f"{function}: lnc must be an axis of 2 cores, got {mesh.shape[lnc]} of "
+            f"{lnc!r}"
+        )
+    return lnc if mesh.shape[lnc] == 2 else None
+
+
 def require_division(
     function: str, mesh: Mesh, config: DecoderConfig, axis: str, lnc: str | None
 ) -> None:
@@ -180,6 +194,6 @@ def require_division(
         )
     if lnc is not None and config.d_model % mesh.shape[lnc]:
         raise ValueError(
-            f"{function}: the {mesh.shape[lnc]} cores of {lnc!r} must divide d_model, "
+            f"{function}: the two cores of {lnc!r} must divide d_model, "
             f"got {config.d_model}"
         )

@@ -46,7 +46,7 @@ class Layout:
     in_sbuf: bool
 
 
-def embedded(
+def embedded_tokens(
     table: Float[Array, "rows d_model"],
     tokens: Int[Array, "batch seq"],
     axes: tuple[str, ...],
@@ -76,7 +76,7 @@ def next_logits(
     return linear_fwd(x, table.T, dtype=table.dtype)
 
 
-def seen(
+def _seen(
     start: Int[Array, " batch"], seq: int, prior: int
 ) -> Bool[Array, "slots batch 1 seq"]:
     """What `seq` new tokens see: `prior` slots before `start[b]`, and one another.
@@ -91,7 +91,7 @@ def seen(
     return jnp.concatenate([before, causal])
 
 
-def hidden(
+def hidden_states(
     weights: Any,
     x: Float[Array, "batch seq d_model"],
     start: Int[Array, " batch"],
@@ -123,7 +123,7 @@ def hidden(
     cos, sin = (t[..., :half].transpose(2, 0, 1) for t in tables)
     fits = start + seq <= slots
     position = jnp.where(fits, start, -1).astype(jnp.int32)[:, None]
-    tokens = Tokens(cos, sin, seen(start, seq, prior), position)
+    tokens = Tokens(cos, sin, _seen(start, seq, prior), position)
     held = slots_of(caches)
     caches = with_slots(caches, max(held, prior + seq))
     layers = _experts if isinstance(config, MoEConfig) else _dense
