@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -85,6 +86,11 @@ def test_an_array_operand_works_in_a_scan_under_grad():
     steps = [TABLE, TABLE / 2]
     wanted = jax.grad(lambda x: sum(neuronjax.RoPE(x, t, t).sum() for t in steps))(X)
     chex.assert_trees_all_close(jax.jit(jax.grad(total))(X), wanted, rtol=1e-6)
+
+
+def test_numpy_arrays_are_mapped_like_others():
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    np.testing.assert_array_equal(jax.vmap(neuronjax.cumsum)(x), np.cumsum(x, -1))
 
 
 def test_composite_refuses_symbolic_sizes_with_its_reason():

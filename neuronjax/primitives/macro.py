@@ -259,7 +259,8 @@ class MacroFamily:
             name = axis.name if isinstance(axis.name, str) else None
             axes = ((tuple(dims), name), *axes)
             # Those that are mapped may vary over one mesh axis more: `spmd_axis_name`.
-            operands = uniform(*operands, but=config.get(self.axis))
+            arrays = map(jnp.asarray, operands)
+            operands = uniform(*arrays, but=config.get(self.axis))
         outs = p.bind(*operands, tree=tree, axes=axes, **params)
         return outs, [0 if mapped else None] * len(outs)
 
