@@ -11,9 +11,9 @@ from jaxtyping import Array, Shaped
 
 from neuronjax.kernels.shard_common import Group, uniform
 from neuronjax.kernels.shard_common import all_reduce as sum_over
-from neuronjax.primitives.collectives.facts import bound_size, is_partition, members_of
 from neuronjax.primitives.collectives.mapped import is_of_mesh, own_group
 from neuronjax.primitives.kinds import described, is_count
+from neuronjax.primitives.mesh_axes import bound_size, group_of, is_partition
 from neuronjax.sharding.exchange import exchanged
 
 _LAYOUTS = ("NBSd", "dBnS")
@@ -59,13 +59,13 @@ def all_reduce(
             "all_reduce: replica_groups must be lists of ranks, all of one length, "
             f"that name each of 0 to {size - 1} once, got {replica_groups}"
         )
-    if len(replica_groups[0]) == 1:
+    group = group_of(axis, replica_groups)
+    if group.axis is None:
         return uniform(x, over=axis)[0]
-    members = members_of(replica_groups)
-    if members is not None and not is_of_mesh(axis):
-        own = lax.all_gather(x, axis)[own_group(axis, members)]
+    if group.members is not None and not is_of_mesh(axis):
+        own = lax.all_gather(x, axis)[own_group(axis, group.members)]
         return jnp.sum(own, axis=0, dtype=x.dtype)
-    return sum_over(x, Group(axis, members))
+    return sum_over(x, group)
 
 
 def all_to_all(x: Shaped[Array, "rows ..."], axis: str) -> Shaped[Array, "rows ..."]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-LNC = 2
+from neuronjax.primitives.mesh_axes import LNC
 
 
 def make_mesh(*, explicit: bool = False, lnc: int = 1, **sizes: int) -> Mesh:

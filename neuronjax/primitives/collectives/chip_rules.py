@@ -2,7 +2,11 @@
 
 from types import SimpleNamespace
 
-from neuronjax.primitives.collectives.facts import COLUMNS, RINGS, TILED_COLUMNS
+from neuronjax.primitives.collectives.facts import (
+    COLUMN_GATHER,
+    RINGS,
+    TILED_COLUMN_GATHER,
+)
 from neuronjax.primitives.collectives.rules import arguments, row
 from neuronjax.primitives.contracts import Size
 from neuronjax.primitives.tile import PARTITIONS
@@ -34,7 +38,7 @@ row(
 )
 row(
     "chip_rows",
-    (COLUMNS,),
+    (COLUMN_GATHER,),
     "the chip lays H on its 128 partitions and takes up to 128, got {rows}",
     size=Size("H", lambda c: c.rows, maximum=PARTITIONS),
     example=arguments(inp=(129, 3)),
@@ -42,7 +46,7 @@ row(
 )
 row(
     "chip_tiles",
-    (TILED_COLUMNS,),
+    (TILED_COLUMN_GATHER,),
     "the chip takes up to 128 rows, or a multiple of 128, got {rows}",
     _cuts_a_tile,
     example=arguments(inp=(129, 3)),
@@ -50,7 +54,7 @@ row(
 )
 row(
     "chip_cores",
-    (TILED_COLUMNS,),
+    (TILED_COLUMN_GATHER,),
     "the chip's {cores} cores share whole tiles of 128 rows evenly, got {tiles} tiles",
     _uneven_tiles,
     example=arguments(inp=(384, 3), lnc_axis="lnc"),

@@ -2,8 +2,9 @@
 
 from types import SimpleNamespace
 
-from neuronjax.primitives.collectives.facts import SB2SB, is_partition
+from neuronjax.primitives.collectives.facts import SB2SB
 from neuronjax.primitives.collectives.rules import arguments, row
+from neuronjax.primitives.mesh_axes import is_partition
 
 
 def _wrong_size(c: SimpleNamespace) -> bool:

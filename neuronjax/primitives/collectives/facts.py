@@ -1,36 +1,36 @@
 """What the rules of the collectives read of a call."""
 
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from jax import lax
-
 from neuronjax.primitives.collectives.mapped import is_checked
-from neuronjax.primitives.collectives.plan import LNC, RingPlan, planned
-from neuronjax.primitives.kinds import is_count
+from neuronjax.primitives.collectives.plan import RingPlan, planned
+from neuronjax.primitives.mesh_axes import LNC, bound_size
 from neuronjax.primitives.options import FLOATS
-from neuronjax.primitives.tile import MemrefTile
+from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
 GATHER_MATMUL, MATMUL_SCATTER = "allgather_compute_matmul", "matmul_reduce_scatter"
-GATHER, SCATTER = "fine_grained_allgather", "fine_grained_reduce_scatter"
-COLUMNS, TILED_COLUMNS = "allgather_sb2sb", "allgather_sb2sb_tiled"
-RINGS = (GATHER_MATMUL, MATMUL_SCATTER, GATHER, SCATTER)
-SB2SB = (COLUMNS, TILED_COLUMNS)
-RING_KERNELS = (
-    "collective_matmul_kernel",
-    "matmul_reduce_scatter_kernel",
-    "fine_grained_all_gather_kernel",
-    "fine_grained_reduce_scatter_kernel",
-)
+ROW_GATHER, ROW_SCATTER = "fine_grained_allgather", "fine_grained_reduce_scatter"
+COLUMN_GATHER, TILED_COLUMN_GATHER = "allgather_sb2sb", "allgather_sb2sb_tiled"
+RINGS = (GATHER_MATMUL, MATMUL_SCATTER, ROW_GATHER, ROW_SCATTER)
+SB2SB = (COLUMN_GATHER, TILED_COLUMN_GATHER)
+GATHER_MATMUL_KERNEL = "collective_matmul_kernel"
+MATMUL_SCATTER_KERNEL = "matmul_reduce_scatter_kernel"
+ROW_GATHER_KERNEL = "fine_grained_all_gather_kernel"
+ROW_SCATTER_KERNEL = "fine_grained_reduce_scatter_kernel"
 SB2SB_KERNEL = "sb2sb_all_gather_kernel"
+RING_KERNELS = (
+    GATHER_MATMUL_KERNEL,
+    MATMUL_SCATTER_KERNEL,
+    ROW_GATHER_KERNEL,
+    ROW_SCATTER_KERNEL,
+)
 KERNELS = (*RING_KERNELS, SB2SB_KERNEL)
-SCATTERS = (MATMUL_SCATTER, SCATTER, RING_KERNELS[1], RING_KERNELS[3])
-PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER, *RING_KERNELS[:2])
+SCATTERS = (MATMUL_SCATTER, ROW_SCATTER, MATMUL_SCATTER_KERNEL, ROW_SCATTER_KERNEL)
+PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER, GATHER_MATMUL_KERNEL, MATMUL_SCATTER_KERNEL)
 # Those that add: a copy takes any dtype.
-SUMS = (*PRODUCTS, SCATTER, RING_KERNELS[3])
+SUMS = (*PRODUCTS, ROW_SCATTER, ROW_SCATTER_KERNEL)
 OPERANDS = ("lhs", "rhs", "inp")
 
 
@@ -69,28 +69,6 @@ def odd_dtype(call: SimpleNamespace) -> str:
     return ", ".join(w for w, fine in zip(wrong, allowed, strict=True) if not fine)
 
 
-def bound_size(axis: Any) -> int | None:
-    """How many devices a mesh axis has here; None outside its `shard_map`."""
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        return None
-
-
-def is_partition(groups: Any, size: int | None = None) -> bool:
-    """Whether lists of ranks, all of one length, name each of `[0, size)` once."""
-    groups = groups.tolist() if isinstance(groups, np.ndarray) else groups
-    if not isinstance(groups, Sequence) or not groups or isinstance(groups, str):
-        return False
-    if not all(isinstance(g, Sequence) and len(g) == len(groups[0]) for g in groups):
-        return False
-    ranks = [rank for group in groups for rank in group]
-    if not all(is_count(rank, 0) for rank in ranks):
-        return False
-    wanted = len(ranks) if size is None else size
-    return bool(ranks) and sorted(ranks) == list(range(wanted))
-
-
 def _axis_facts(call: SimpleNamespace, devices: int) -> dict[str, Any]:
     """What is known of the mesh axes that a call names."""
     found, lnc_axis = bound_size(call.axis), getattr(call, "lnc_axis", None)
@@ -110,14 +88,6 @@ def _lnc_fault(call: SimpleNamespace) -> str:
     return ", unchecked" if exchanges and not is_checked(call.lnc_axis) else ""
 
 
-def members_of(replica_groups: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Lists of ranks as a config holds them; None for a whole axis in its order."""
-    groups = tuple(tuple(map(int, group)) for group in replica_groups)
-    if groups == (tuple(range(len(groups[0]))),):
-        return None
-    return groups
-
-
 def ring_facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rules of the functions over a ring read."""
     ranks, groups = int(call.tp_degree), int(call.num_groups)
@@ -125,7 +95,7 @@ def ring_facts(call: SimpleNamespace) -> dict[str, Any]:
     return dict(
         plan=plan,
         m=call.lhs.shape[0],
-        shares=plan.cores * plan.channels * (ranks if _scatters(call) else 1),
+        shares=plan.cores * plan.channels * (ranks if scatters(call) else 1),
         **_axis_facts(call, ranks * groups),
         **_contracted_sizes(call),
     )
@@ -141,11 +111,12 @@ def plan_of(call: SimpleNamespace) -> RingPlan:
         cores,
         force_hbm_cc=bool(call.force_hbm_cc),
         nc_version=int(call.nc_version),
-        scatters=_scatters(call),
+        scatters=scatters(call),
     )
 
 
-def _scatters(call: SimpleNamespace) -> bool:
+def scatters(call: SimpleNamespace) -> bool:
+    """Whether a call leaves each rank its own rows of a sum over ranks."""
     return call.function in SCATTERS
 
 
@@ -165,7 +136,7 @@ def columns_facts(call: SimpleNamespace) -> dict[str, Any]:
         sizes=sorted({len(group) for group in groups}),
         rows=rows,
         cores=1 if lnc_axis is None else bound_size(lnc_axis) or LNC,
-        tiles=math.ceil(rows / 128),
+        tiles=math.ceil(rows / PARTITIONS),
     )
 
 
@@ -174,7 +145,7 @@ def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
     size = 1 if call.axis is None else bound_size(call.axis)
     ranks = size if call.groups is None else len(call.groups[0])
     rows = next(iter(operands_of(call).values())).shape[0]
-    parts = ranks if _scatters(call) and ranks else 1
+    parts = ranks if scatters(call) and ranks else 1
     return dict(
         found=size,
         m=rows,

@@ -1,5 +1,6 @@
 """Gathers and reductions over a ring of ranks, with a product or without."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,12 @@ from neuronjax.kernels.shard_common import consecutive_groups
 from neuronjax.primitives import contracts
 from neuronjax.primitives.collectives import emitters
 from neuronjax.primitives.collectives.cores import joined, own_rows
-from neuronjax.primitives.collectives.facts import plan_of, ring_facts
+from neuronjax.primitives.collectives.facts import (
+    operands_of,
+    plan_of,
+    ring_facts,
+    scatters,
+)
 from neuronjax.primitives.collectives.plan import RingPlan
 
 
@@ -82,10 +88,7 @@ def allgather_compute_matmul(
         [[1.0, 2.0], [3.0, 4.0]]
     """
     call = SimpleNamespace(function="allgather_compute_matmul", **locals())
-    plan, lead = plan_of(call), (int(tp_degree),)
-    own = own_rows(lhs, plan, lnc_axis)
-    out = emitters.collective_matmul_kernel(own, rhs, **_ring(call, plan))
-    return joined(out, plan, lnc_axis, raw, lead)
+    return _on_ring(call, emitters.collective_matmul_kernel)
 
 
 @contracts.contracted(ring_facts)
@@ -143,10 +146,7 @@ def matmul_reduce_scatter(
         [[3.0]]
     """
     call = SimpleNamespace(function="matmul_reduce_scatter", **locals())
-    plan, lead = plan_of(call), (int(tp_degree),)
-    own = own_rows(lhs, plan, lnc_axis, lead)
-    out = emitters.matmul_reduce_scatter_kernel(own, rhs, **_ring(call, plan))
-    return joined(out, plan, lnc_axis, raw)
+    return _on_ring(call, emitters.matmul_reduce_scatter_kernel)
 
 
 @contracts.contracted(ring_facts)
@@ -200,10 +200,7 @@ def fine_grained_allgather(
         [[1.0, 2.0]]
     """
     call = SimpleNamespace(function="fine_grained_allgather", **locals())
-    plan, lead = plan_of(call), (int(tp_degree),)
-    own = own_rows(lhs, plan, lnc_axis)
-    out = emitters.fine_grained_all_gather_kernel(own, **_ring(call, plan))
-    return joined(out, plan, lnc_axis, raw, lead)
+    return _on_ring(call, emitters.fine_grained_all_gather_kernel)
 
 
 @contracts.contracted(ring_facts)
@@ -255,10 +252,18 @@ def fine_grained_reduce_scatter(
         [[1.0, 2.0]]
     """
     call = SimpleNamespace(function="fine_grained_reduce_scatter", **locals())
-    plan, lead = plan_of(call), (int(tp_degree),)
-    own = own_rows(lhs, plan, lnc_axis, lead)
-    out = emitters.fine_grained_reduce_scatter_kernel(own, **_ring(call, plan))
-    return joined(out, plan, lnc_axis, raw)
+    return _on_ring(call, emitters.fine_grained_reduce_scatter_kernel)
+
+
+def _on_ring(call: SimpleNamespace, emitter: Callable[..., Array]) -> Array:
+    """What an emitter makes of a core's own rows, joined."""
+    plan, ranks = plan_of(call), (int(call.tp_degree),)
+    # Rows of all ranks are given to a sum, and come out of a gather.
+    given, made = (ranks, ()) if scatters(call) else ((), ranks)
+    lhs, *rhs = operands_of(call).values()
+    own = own_rows(lhs, plan, call.lnc_axis, given)
+    out = emitter(own, *rhs, **_ring(call, plan))
+    return joined(out, plan, call.lnc_axis, call.raw, made)
 
 
 def _ring(call: SimpleNamespace, plan: RingPlan) -> dict[str, Any]:

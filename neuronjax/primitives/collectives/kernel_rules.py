@@ -7,11 +7,11 @@ from neuronjax.primitives.collectives.facts import (
     KERNELS,
     RING_KERNELS,
     SCATTERS,
-    is_partition,
 )
 from neuronjax.primitives.collectives.rules import arguments, row
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.kinds import is_count
+from neuronjax.primitives.mesh_axes import is_partition
 
 PATHS = ("sbuf", "hbm")
 

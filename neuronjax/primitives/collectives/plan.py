@@ -8,10 +8,10 @@ from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.shard_common import channel_count
 from neuronjax.primitives.kinds import described, is_count, is_flag
 from neuronjax.primitives.options import FLOATS
+from neuronjax.primitives.tile import BUDGETS
 
-SBUF_BYTES, RHS_BYTES = 24 << 20, 16 << 20
 MIB = 1 << 20
-LNC = 2
+RHS_BYTES = 16 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ def ring_plan(
 
     `rhs` stays on chip when two buffers of it take at most 16 MiB. What travels stays
     on chip unless `force_hbm_cc`, when two buffers of a core's part take at most what
-    is left of 24 MiB. A rank of two cores has 2 channels for 4, 8, 16 or 32 ranks (32
-    before version 3: 4), 4 for 64 or 128 and 1 for any other number; a rank of any
-    other number of cores has 1.
+    is left of SBUF: 24 MiB, from version 4 on 32 MiB. A rank of two cores has 2
+    channels for 4, 8, 16 or 32 ranks (32 before version 3: 4), 4 for 64 or 128 and 1
+    for any other number; a rank of any other number of cores has 1.
 
     Args:
         lhs: what a rank holds, an array or a `jax.ShapeDtypeStruct`: `[m, K]`, with
@@ -174,11 +174,12 @@ def planned(
     if rhs is not None:
         rhs_bytes = 2 * math.prod(rhs.shape) * rhs.dtype.itemsize
     rhs_on_chip = rhs is not None and rhs_bytes <= RHS_BYTES
-    left = SBUF_BYTES - (rhs_bytes if rhs_on_chip else 0)
+    sbuf = BUDGETS[f"gen{min(max(nc_version, 2), 4)}"].sbuf_bytes
+    left = sbuf - (rhs_bytes if rhs_on_chip else 0)
     fits = travels <= left
     why = f"{_mib(travels)} of buffers {'fit' if fits else 'exceed'} the {_mib(left)}"
-    why = "force_hbm_cc" if force_hbm_cc else f"{why} left of {_mib(SBUF_BYTES)}"
-    channels = channel_count(ranks, cores, nc_version) if cores == LNC else 1
+    why = "force_hbm_cc" if force_hbm_cc else f"{why} left of {_mib(sbuf)}"
+    channels = channel_count(ranks, cores, nc_version)
     return RingPlan(
         ranks=ranks,
         cores=cores,

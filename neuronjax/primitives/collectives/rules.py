@@ -18,7 +18,7 @@ from neuronjax.primitives.collectives.facts import (
     SB2SB_KERNEL,
     SCATTERS,
     SUMS,
-    TILED_COLUMNS,
+    TILED_COLUMN_GATHER,
     misranked,
     odd_dtype,
     tiles,
@@ -140,7 +140,7 @@ row(
 )
 row(
     "lnc_kind",
-    (*RINGS, TILED_COLUMNS),
+    (*RINGS, TILED_COLUMN_GATHER),
     "lnc_axis must be None or the name of another mesh axis than axis, got "
     "{lnc_axis!r} beside {axis!r}",
     lambda c: (
@@ -166,7 +166,7 @@ row(
 )
 row(
     "lnc",
-    (*RINGS, TILED_COLUMNS),
+    (*RINGS, TILED_COLUMN_GATHER),
     "lnc_axis must be a mesh axis, and the call inside its shard_map, which must check "
     "varying axes (its default), got {lnc_axis!r}{lnc_fault}",
     lambda c: bool(c.lnc_fault),

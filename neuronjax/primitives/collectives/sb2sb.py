@@ -7,7 +7,8 @@ from jaxtyping import Array, Shaped
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.collectives import emitters
-from neuronjax.primitives.collectives.facts import columns_facts, members_of
+from neuronjax.primitives.collectives.facts import columns_facts
+from neuronjax.primitives.mesh_axes import group_of
 from neuronjax.primitives.tile import PARTITIONS
 
 
@@ -104,8 +105,5 @@ def allgather_sb2sb_tiled(
 
 
 def _gathered(x: jax.Array, replica_groups: list[list[int]], axis: str) -> jax.Array:
-    groups = members_of(replica_groups)
-    alone = groups is None and len(replica_groups[0]) == 1
-    return emitters.sb2sb_all_gather_kernel(
-        x, axis=None if alone else axis, groups=groups
-    )
+    group = group_of(axis, replica_groups)
+    return emitters.sb2sb_all_gather_kernel(x, axis=group.axis, groups=group.members)
