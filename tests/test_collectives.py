@@ -11,7 +11,7 @@ import pytest
 
 import neuronjax
 from neuronjax.primitives.collectives import names
-from neuronjax.sharding import make_mesh
+from neuronjax.sharding import make_mesh, ring_plan
 from tests.hlo import Program, along
 from tests.ring_case import (
     AXIS,
@@ -150,6 +150,15 @@ def test_copies_take_any_dtype():
     for call, operands, got in zip(every, given, _run(every, 3, given), strict=True):
         assert got.dtype == operands[0].dtype
         _exactly(call, operands, got)
+
+
+def test_keys_are_copied_too():
+    """A copy takes any dtype: random keys, of 8 bytes each."""
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    assert ring_plan(keys, None, 2).buffers_bytes == 2 * 2 * 3 * 8
+    got = neuronjax.fine_grained_allgather(keys, 1)
+    data = jax.random.key_data
+    np.testing.assert_array_equal(data(got), data(keys))
 
 
 GROUPS = {

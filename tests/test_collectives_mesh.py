@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax import sharding
+from neuronjax.primitives.collectives import names
 from neuronjax.sharding import make_mesh
 from tests.hlo import along, program
 from tests.macro_case import error
@@ -79,7 +80,7 @@ def test_a_ring_turns_on_either_axis_of_a_mesh(axis):
     """Each line of devices along the axis is a ring of its own."""
     mesh, other = make_mesh(data=2, tensor=4), {"data": "tensor", "tensor": "data"}
     ranks, lines = mesh.shape[axis], mesh.shape[other[axis]]
-    lhs, rhs = Call("CollectiveMatmul", groups=(tuple(range(ranks)),)).drawn(8)
+    lhs, rhs = Call(names.MATMUL, groups=(tuple(range(ranks)),)).drawn(8)
     order = np.arange(8).reshape(2, 4)
     groups = order.T if axis == "data" else order
 
@@ -90,7 +91,7 @@ def test_a_ring_turns_on_either_axis_of_a_mesh(axis):
     spec = P(("data", "tensor"))
     split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     got = jax.jit(split)(lhs, rhs)
-    np.testing.assert_array_equal(got, equation("CollectiveMatmul", (lhs, rhs), groups))
+    np.testing.assert_array_equal(got, equation(names.MATMUL, (lhs, rhs), groups))
     found = program(split, lhs, rhs)
     assert len(groups) == lines
     assert found.counts(along(mesh, axis)) == {"collective-permute": ranks - 1}
@@ -224,6 +225,21 @@ def test_without_a_mesh_ranks_are_an_axis_of_vmap():
     got, wanted = (jax.jit(jax.value_and_grad(loss(f)))(given) for f in (mapped, plain))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) <= 2e-5
+
+
+@pytest.mark.parametrize("ranks", [9, 16])
+def test_more_ranks_than_devices_may_be_an_axis_of_vmap(ranks):
+    calls = [Call(names.MATMUL, bidirectional=True), Call(names.COLUMNS)]
+    given = [call.drawn(ranks) for call in calls]
+
+    def run(given):
+        ring = functools.partial(neuronjax.allgather_compute_matmul, *given[0])
+        columns = neuronjax.allgather_sb2sb(*given[1], [[*range(ranks)]], ranks)
+        return ring(ranks, 1, bidirectional=True), columns
+
+    outs = jax.jit(jax.vmap(run, axis_name=AXIS))(given)
+    for call, own, got in zip(calls, given, outs, strict=True):
+        np.testing.assert_array_equal(got, call.wanted(own))
 
 
 def test_a_mapped_ring_takes_operands_that_are_alike_on_all_ranks():

@@ -4,27 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax import emit, sharding
-from neuronjax.kernels.shard_common import uniform
-from neuronjax.primitives.collectives.facts import RINGS, SB2SB
+from neuronjax.primitives.collectives.facts import RINGS, SB2SB, SCATTERS
+from tests import ring_case
 
 PRODUCTS = ("allgather_compute_matmul", "matmul_reduce_scatter")
 RIGHT = jnp.ones((3, 2))
 
 
 def on_mesh(function, x, *, ranks=4, lnc=1):
-    """`function` of an operand that all ranks hold alike; the results, rank first."""
+    """`function` of an operand that is alike everywhere; all results, rank first."""
     mesh = sharding.make_mesh(tensor=ranks, lnc=lnc)
-
-    def local(x):
-        (out,) = uniform(function(x), over="tensor")
-        return out[None]
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("tensor"))
-    return jax.jit(split)(x)
+    stacked = jnp.broadcast_to(x, (mesh.size, *x.shape))
+    return jax.jit(ring_case.on_ranks(mesh, function))(stacked)
 
 
 def ring(name, x, *args, **options):
@@ -143,17 +137,27 @@ def test_cores_that_exchange_unchecked_are_refused(name):
 
 
 @pytest.mark.parametrize("name", SB2SB)
-@pytest.mark.parametrize(
-    "groups", [[[0, 1]], [[0, 1], [2, 3], [4, 5]], [[0, 1, 2, 3]], [[3, 2, 1, 0]]]
-)
-def test_replica_groups_of_another_size_are_refused(name, groups):
+@pytest.mark.parametrize("groups", [[[0, 1]], [[0, 1], [2, 3], [4, 5]]])
+def test_replica_groups_of_another_axis_are_refused(name, groups):
     def run(x):
         return getattr(neuronjax, name)(x, groups, 2)
 
-    with pytest.raises(
-        ValueError, match=f"^{name}: (axis must be a mesh axis of|each)"
-    ):
-        on_mesh(run, jnp.ones((2, 3)))
+    assert refusal(on_mesh, run, jnp.ones((2, 3))) == (
+        f"{name}: axis must be a mesh axis of {2 * len(groups)} devices, one a rank, "
+        "and the call inside its shard_map, got 'tensor' of 4"
+    )
+
+
+@pytest.mark.parametrize("name", SB2SB)
+@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[3], [2], [1], [0]]])
+def test_replica_groups_of_another_degree_are_refused(name, groups):
+    def run(x):
+        return getattr(neuronjax, name)(x, groups, 2)
+
+    assert refusal(on_mesh, run, jnp.ones((2, 3))) == (
+        f"{name}: each list of replica_groups must have tp_degree = 2 ranks, got "
+        f"[{len(groups[0])}]"
+    )
 
 
 @pytest.mark.parametrize("name", SB2SB)
@@ -211,7 +215,10 @@ def test_the_chip_alone_asks_for_an_even_degree_and_one_direction(name):
     out = on_mesh(
         lambda x: ring(name, x, 3, 1, bidirectional=True), jnp.ones((9, 3)), ranks=3
     )
-    assert np.isfinite(np.asarray(out)).all()
+    # Of ones: a product adds 3 of them, a sum one of each of the 3 ranks.
+    value = 3.0 ** ((name in PRODUCTS) + (name in SCATTERS))
+    rows, columns = 3 if name in SCATTERS else 27, 2 if name in PRODUCTS else 3
+    np.testing.assert_array_equal(out, np.full((3, rows, columns), value))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
 """The plan of a ring: its path by the chip's budgets, its channels by the table."""
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import neuronjax
 from neuronjax import sharding
-from neuronjax.sharding import RingPlan, ring_plan
-from tests.adapters.collectives import on_ranks
+from neuronjax.sharding import ring_plan
 
 KIB = 1024
 
@@ -50,6 +47,7 @@ PATHS = [
 @pytest.mark.parametrize(("right_kib", "left_kib", "rhs_on_chip", "path"), PATHS)
 @pytest.mark.parametrize("cores", [1, 2])
 def test_the_path_follows_the_budgets(right_kib, left_kib, rhs_on_chip, path, cores):
+    """R-53: of the shapes and dtypes of this call; nothing is tuned, nothing stored."""
     lhs, rhs = array(cores * left_kib, 512), array(512, right_kib)
     plan = ring_plan(lhs, rhs, 2, cores=cores)
     assert (plan.rhs_on_chip, plan.path) == (rhs_on_chip, path)
@@ -57,6 +55,16 @@ def test_the_path_follows_the_budgets(right_kib, left_kib, rhs_on_chip, path, co
     assert plan.rhs_bytes == 2 * right_kib * KIB
     forced = ring_plan(lhs, rhs, 2, cores=cores, force_hbm_cc=True)
     assert (forced.path, forced.why) == ("hbm", "force_hbm_cc")
+    lhs, rhs = array(left_kib, 512, "float32"), array(512, right_kib, "float32")
+    wide = ring_plan(lhs, rhs, 2)
+    assert wide.buffers_bytes == 2 * plan.buffers_bytes
+    assert wide.rhs_on_chip == (2 * plan.rhs_bytes <= 16 << 20)
+
+
+def test_the_budget_is_that_of_the_cores_generation():
+    lhs = array(16 * KIB, 512)
+    paths = [ring_plan(lhs, None, 4, nc_version=v).path for v in (1, 2, 3, 4, 5)]
+    assert paths == ["hbm", "hbm", "hbm", "sbuf", "sbuf"]
 
 
 def test_without_a_product_all_of_the_memory_is_for_what_travels():
@@ -93,16 +101,6 @@ def test_the_view_holds_a_ranks_rows_once(ranks, cores, force):
     assert plan.core_axis == (1 if force else 0)
 
 
-def test_a_plan_is_data():
-    plan = ring_plan(array(64, 8), array(8, 4), 4, cores=2)
-    assert isinstance(plan, RingPlan) and plan == ring_plan(
-        array(64, 8), array(8, 4), 4, cores=2
-    )
-    assert hash(plan) == hash(dataclasses.replace(plan))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(plan, "channels", 3)  # noqa: B010
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -134,29 +132,6 @@ def test_a_plan_refuses(arguments, words):
         ring_plan(lhs, rhs, degree, **given)
 
 
-@pytest.mark.parametrize("ranks", [9, 16])
-def test_ranks_may_be_an_axis_of_vmap(ranks):
-    """More ranks than this machine has devices, both ways round."""
-    rng = np.random.default_rng(ranks)
-    lhs = jnp.asarray(rng.standard_normal((ranks, 2, 3)), "float32")
-    rhs = jnp.asarray(rng.standard_normal((ranks, 3, 4)), "float32")
-
-    def run(lhs, rhs):
-        return neuronjax.allgather_compute_matmul(
-            lhs, rhs, ranks, 1, bidirectional=True
-        )
-
-    got = on_ranks(run, lhs, rhs)
-    rows = np.asarray(lhs, np.float64).reshape(-1, 3)
-    wanted = np.einsum("mk,rkn->rmn", rows, np.asarray(rhs, np.float64))
-    np.testing.assert_allclose(got, wanted, atol=1e-5)
-    copied = on_ranks(
-        lambda x: neuronjax.allgather_sb2sb(x, [[*range(ranks)]], ranks), lhs
-    )
-    columns = np.concatenate(list(np.asarray(lhs)), axis=1)
-    assert all(np.array_equal(own, columns) for own in np.asarray(copied))
-
-
 def test_the_emitted_ring_is_the_planned_one():
     """Path, channels, kind and transport stand in the config bag, for `trace`."""
     mesh = sharding.make_mesh(tensor=4, lnc=2)
@@ -185,12 +160,3 @@ def test_the_emitted_ring_is_the_planned_one():
         collective_kind=9,
         transport="interconnect",
     )
-
-
-def test_keys_are_copied_too():
-    """A copy takes any dtype: random keys, of 8 bytes each."""
-    keys = jax.random.split(jax.random.key(0), (2, 3))
-    assert ring_plan(keys, None, 2).buffers_bytes == 2 * 2 * 3 * 8
-    (got,) = on_ranks(lambda x: neuronjax.fine_grained_allgather(x, 1), keys[None])
-    data = jax.random.key_data
-    np.testing.assert_array_equal(data(got), data(keys))
