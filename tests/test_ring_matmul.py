@@ -58,6 +58,7 @@ def value_and_grads(function, arrays):
     [(*mesh, False) for mesh in MESHES] + [(3, 1, True), (2, 2, True)],
 )
 def test_value_and_gradients_are_those_of_one_device(name, ranks, cores, explicit):
+    """R-50: on a mesh of either kind, an explicit one being set."""
     arrays = operands()
     mesh, function = over(
         name, ranks, cores, explicit=explicit, bidirectional=ranks == 8
