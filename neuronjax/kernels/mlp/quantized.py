@@ -161,14 +161,16 @@ def _forward(ops: Operands, opts: Options, at: Layout) -> tuple[jax.Array, ...]:
 
 def _where_unclipped(d_middle, stored, ops: Operands, opts: Options) -> jax.Array:
     """The cotangent of the gated values from that of the quantized or clipped ones."""
-    middle, edge = dense.middle_of(tuple(map(wide, stored)), opts), None
-    bound = opts.activation_clipping_bound
-    if opts.prefill and opts.quantization == "STATIC":
+    is_static = opts.prefill and opts.quantization == "STATIC"
+    decode, prefill = opts.activation_clipping_bound, opts.quant_clipping_bound
+    bound = prefill if opts.prefill else decode
+    if not is_static and bound == 0:
+        return d_middle
+    middle = dense.middle_of(tuple(map(wide, stored)), opts)
+    edge = jnp.asarray(bound, middle.dtype)
+    if is_static:
         edge = STATIC_LIMIT * _one(ops.down_in_scale).astype(middle.dtype)
-    elif (opts.quant_clipping_bound if opts.prefill else bound) > 0:
-        bound = opts.quant_clipping_bound if opts.prefill else bound
-        edge = jnp.asarray(bound, middle.dtype)
-    return d_middle if edge is None else jnp.where(jnp.abs(middle) < edge, d_middle, 0)
+    return jnp.where(jnp.abs(middle) < edge, d_middle, 0)
 
 
 def _backward(
