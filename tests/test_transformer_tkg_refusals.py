@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import neuronjax
+from neuronjax.primitives.transformer_tkg import parts
 from tests import transformer_case as case
 from tests.transformer_case import operands, sizes
 
@@ -71,7 +72,13 @@ WRONG = [
     (_set(sbuf_residual_and_cc="yes"), "sbuf_residual_and_cc True or False"),
     (_set(axis="tensor"), "replica_groups needs replica_groups for axis 'tensor'"),
     (_set(replica_groups=[[0, 1]]), "needs the name of their mesh axis as axis"),
-    (_set(replica_groups=[]), "groups of one size"),
+    (_set(replica_groups=[]), "lists of integers, of one length"),
+    (_set(replica_groups=[[0.7]]), "lists of integers"),
+    (
+        _set(W_qkvs=None),
+        "W_qkvs must be a list of layers or one array of 3 axes, got N",
+    ),
+    (_set(W_qkvs=iter(())), "W_qkvs must be a list of layers or one array of 3 axes"),
     (_set(replica_groups=3), "lists of integers"),
     (_set(lnc_axis="lnc"), "lnc_axis must name a mesh axis of the 2 cores"),
 ]
@@ -93,7 +100,10 @@ QUANTIZED_WRONG = [
     (_with("W_down_scales", 1, None), "some for layer 1"),
     (_with("W_up_scales", 1, jnp.ones((8, 8))), "float32 of shape [1 or 128, I]"),
     (_with("W_up_scales", 1, jnp.ones((1, 7))), "float32 of shape [1 or 128, I]"),
-    (_with("W_up_scales", 1, jnp.ones((1, 8), jnp.bfloat16)), "must be float32"),
+    (
+        _with("W_up_scales", 1, jnp.ones((1, 8), jnp.bfloat16)),
+        "got bfloat16 of shape (1, 8)",
+    ),
     (_with("W_ups", 1, jnp.ones((8, 8))), "layer 1: ROW takes weights of float8_e4m3"),
 ]
 
@@ -118,6 +128,21 @@ def test_an_odd_head_cannot_be_rotated():
     call = operands(sizes(D=3, n=1))
     with pytest.raises(ValueError, match="RoPE_cos and RoPE_sin must have shape"):
         neuronjax.transformer_tkg(**call)
+
+
+def test_layers_of_the_same_shapes_are_judged_once(monkeypatch):
+    seen = []
+
+    def spied(function, *args, **kwargs):
+        seen.append(function)
+        return neuronjax.can(function, *args, **kwargs)
+
+    monkeypatch.setattr(parts, "can", spied)
+    call = operands(sizes(L=5, quantized=(3,)))
+    neuronjax.transformer_tkg(**call)
+    block = "attention_block_tkg_kernel"
+    assert seen == [block, "mlp_kernel", block, "quant_mlp_kernel"]
+    assert neuronjax.can("transformer_tkg", **call)
 
 
 def test_every_broken_rule_is_listed():

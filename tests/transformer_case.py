@@ -154,6 +154,19 @@ def spec_of(name, x, lnc):
     return spec if not _is_list(x) else [None if one is None else spec for one in x]
 
 
+def error(got, wanted):
+    """The largest difference, of each array in units of its largest value."""
+    got, wanted = ([wide(x) for x in (h, *k, *v)] for h, k, v in (got, wanted))
+    assert all(a.shape == b.shape for a, b in zip(got, wanted, strict=True))
+    pairs = zip(got, wanted, strict=True)
+    return np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in pairs])
+
+
+def require_close(got, wanted, tolerance):
+    """Within `tolerance` of the largest value of each array."""
+    assert error(got, wanted) <= tolerance
+
+
 def wide(x):
     return np.asarray(x).astype(np.float64)
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from neuronjax.kernels.quantization.fp8 import E4M3, is_fp8
 from neuronjax.primitives.known import is_epsilon, known
+from neuronjax.primitives.mesh_axes import bound_size
 from neuronjax.primitives.options import QuantizationType, member, odd_dtype
 from neuronjax.primitives.output_projection.rules import core_count
 
@@ -113,16 +113,6 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) else str(type(value))
 
 
-def group_size(axis: Any) -> int | None:
-    """How many devices the mesh axis has; `None` outside of its `shard_map`."""
-    if not isinstance(axis, str):
-        return None
-    try:
-        return lax.axis_size(axis)
-    except NameError:
-        return None
-
-
 def facts(call: SimpleNamespace) -> dict[str, Any]:
     """Sizes, layouts and kinds of a call that keeps the rules of the first stage."""
     batch, seq, width = call.X.shape
@@ -165,7 +155,7 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         odd_integer=_odd_integer(call),
         outside=_outside(call, seq, found["capacity"]),
         odd_factor=_odd_factor(call.softmax_scale),
-        group_size=group_size(call.KVDP_replica_group),
+        group_size=bound_size(call.KVDP_replica_group),
     )
 
 

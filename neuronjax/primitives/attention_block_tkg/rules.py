@@ -10,7 +10,6 @@ from neuronjax.primitives.attention_block_tkg.facts import (
     EMITTER,
     GAINS,
     SCALES,
-    group_size,
     misplaced,
     ranks,
     traced,
@@ -23,6 +22,7 @@ from neuronjax.primitives.attention_block_tkg.rows import (
     row,
     zeros,
 )
+from neuronjax.primitives.mesh_axes import bound_size
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
 
@@ -327,7 +327,7 @@ row(
     "lnc_axis must name a mesh axis, inside its shard_map, whose cores hold their own "
     "columns of W_out, which must be given, got {lnc_axis!r}",
     lambda c: (
-        c.lnc_axis is not None and (c.W_out is None or group_size(c.lnc_axis) is None)
+        c.lnc_axis is not None and (c.W_out is None or bound_size(c.lnc_axis) is None)
     ),
     functions=(EMITTER,),
     example=projecting(lnc_axis="lnc"),

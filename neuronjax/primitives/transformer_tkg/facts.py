@@ -1,5 +1,6 @@
 """What the rules of the decode transformer read from a call."""
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from neuronjax.primitives.attention_block_tkg.facts import NO_WRITE, group_size
-from neuronjax.primitives.contracts import can
+from neuronjax.primitives.attention_block_tkg.facts import NO_WRITE
 from neuronjax.primitives.known import known
+from neuronjax.primitives.mesh_axes import LNC, bound_size, is_partition
 from neuronjax.primitives.options import odd_dtype
 from neuronjax.primitives.tile import PARTITIONS
+from neuronjax.primitives.transformer_tkg.parts import refusals
 
 FUNCTION = "transformer_tkg"
 # The axes of each layer's operands.
@@ -56,6 +58,9 @@ def misplaced(call: SimpleNamespace) -> str:
         if (x is not None or name in NEEDED) and not _is_array(x, count):
             return f"{name} must be an array of {count} axes, got {_described(x)}"
     stacked, count = is_stacked(call), call.num_layers
+    if stacked and not _is_array(call.W_qkvs, 3):
+        got = _described(call.W_qkvs)
+        return f"W_qkvs must be a list of layers or one array of 3 axes, got {got}"
     for name, axes in (AXES | SCALES).items():
         x = getattr(call, name)
         if x is None and name in SCALES:
@@ -99,7 +104,7 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
     columns = views[0]["W_qkvs"].shape[1]
     per_group = groups * head_dim
     heads = columns // per_group - 2 if per_group else 0
-    cores = 1 if call.lnc_axis is None else 2
+    cores = 1 if call.lnc_axis is None else LNC
     found: dict[str, Any] = dict(
         B=batch,
         S=seq,
@@ -113,11 +118,12 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         columns=columns,
         whole_heads=per_group and columns == groups * (heads + 2) * head_dim,
         cores=cores,
-        axis_size=group_size(call.axis),
-        lnc_size=group_size(call.lnc_axis),
+        axis_size=bound_size(call.axis),
+        lnc_size=bound_size(call.lnc_axis),
         views=views,
         shapes={name: getattr(call, name).shape for name in NEEDED},
         odd=_odd(call, views),
+        refusals=functools.cache(lambda: refusals(call)),
         tiled=False,
     )
     return found | dict(unlike="; ".join(_unlike(found)))
@@ -169,7 +175,8 @@ def _unlike(found: dict[str, Any]) -> Iterator[str]:
             held = tuple(x.shape), jnp.dtype(x.dtype)
             if held not in [((rows, columns), jnp.float32) for rows in (1, PARTITIONS)]:
                 words = f"[1 or 128, {axis}] = [.., {columns}]"
-                yield f"{name}[{i}] must be float32 of shape {words}, got {held[0]}"
+                got = f"{held[1]} of shape {held[0]}"
+                yield f"{name}[{i}] must be float32 of shape {words}, got {got}"
 
 
 def _size(axis: str, sizes: dict[str, Any]) -> int:
@@ -196,18 +203,14 @@ def odd_groups(call: SimpleNamespace) -> str:
     groups = call.replica_groups
     if groups is None:
         return "" if call.axis is None else f"replica_groups for axis {call.axis!r}"
-    try:
-        lists = [[int(rank) for rank in ranks] for ranks in groups]
-    except (TypeError, ValueError):
-        return "lists of integers"
-    ranks = sorted(sum(lists, []))
-    if not ranks or len({len(one) for one in lists}) != 1:
-        return "groups of one size, none of them empty"
+    if not is_partition(groups):
+        return "lists of integers, of one length, that name every rank from 0 on once"
     if call.axis is None:
-        return "" if ranks == [0] else "the name of their mesh axis as axis"
+        alone = is_partition(groups, 1)
+        return "" if alone else "the name of their mesh axis as axis"
     if call.axis_size is None:
         return f"to be inside shard_map over axis {call.axis!r}"
-    if ranks != list(range(call.axis_size)):
+    if not is_partition(groups, call.axis_size):
         return f"every rank of 0 to {call.axis_size - 1} once"
     return ""
 
@@ -228,73 +231,3 @@ def odd_position(call: SimpleNamespace) -> str:
                 f"leave room for S = {call.S} tokens in {call.S_max} slots, got {first}"
             )
     return ""
-
-
-def of_parts(call: SimpleNamespace, tag: str) -> str:
-    """What the macros of the first layer that breaks a rule would refuse."""
-    if "parts" not in vars(call):
-        call.parts = dict(math="", hw="")
-        for i, view in enumerate(call.views):
-            for kind, text in _refused(call, view).items():
-                if text and not call.parts[kind]:
-                    call.parts[kind] = f"layer {i}: {text}"
-    return call.parts[tag]
-
-
-def _refused(call: SimpleNamespace, view: dict[str, Any]) -> dict[str, str]:
-    abstract = jax.ShapeDtypeStruct
-    x, group = call.X, call.G
-    like = {
-        name: None if t is None else abstract(t.shape, t.dtype)
-        for name, t in view.items()
-    }
-    h = abstract(x.shape, x.dtype)
-    k, v = (
-        abstract((call.B, 1, *like[name].shape[2:]), like[name].dtype)
-        for name in ("K_caches", "V_caches")
-    )
-    mask = abstract((call.S_ctx, call.B, call.n, call.S), jnp.bool)
-    attention = can(
-        "attention_block_tkg_kernel",
-        *(h, _part(like["W_qkvs"], 1, group), k, v, mask),
-        rmsnorm_X_enabled=True,
-        rmsnorm_X_eps=call.eps,
-        rmsnorm_X_gamma=like["W_gamma_qkvs"],
-        cos=abstract(call.RoPE_cos.shape, call.RoPE_cos.dtype),
-        sin=abstract(call.RoPE_sin.shape, call.RoPE_sin.dtype),
-        K_cache_transposed=True,
-        update_cache=False,
-        W_out=_part(like["W_outs"], 0, group),
-        lnc_axis=call.lnc_axis,
-    )
-    reports = attention, _of_mlp(call, h, like)
-    texts: dict[str, list[str]] = dict(math=[], hw=[])
-    for report in reports:
-        for violation in report.violations:
-            own = violation.message.removeprefix(f"{report.function}: ")
-            texts[violation.tag].append(own)
-    return {kind: "; ".join(found) for kind, found in texts.items()}
-
-
-def _of_mlp(call: SimpleNamespace, h: Any, like: dict[str, Any]) -> Any:
-    weights = (like[name] for name in _QUANTIZED)
-    norm: dict[str, Any] = dict(gamma=like["W_gamma_mlps"], norm="rms", eps=call.eps)
-    if like["W_gate_scales"] is None:
-        return can("mlp_kernel", h, *weights, **norm)
-    columns = like["W_ups"].shape[1]
-    return can(
-        "quant_mlp_kernel",
-        *(h, *weights),
-        jax.ShapeDtypeStruct((2, columns), jnp.float32),
-        jax.ShapeDtypeStruct((1, call.H), jnp.float32),
-        activation_clipping_bound=call.clamp_bound,
-        force_tkg_mode=True,
-        **norm,
-    )
-
-
-def _part(x: Any, axis: int, groups: int) -> Any:
-    """One key/value head's part of a weight."""
-    shape = list(x.shape)
-    shape[axis] //= groups
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)

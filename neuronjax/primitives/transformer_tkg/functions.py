@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from neuronjax.kernels.shard_common import Group
 from neuronjax.primitives import contracts
+from neuronjax.primitives.known import in_int32
+from neuronjax.primitives.mesh_axes import group_of
 from neuronjax.primitives.transformer_tkg import rules  # noqa: F401  enters the rows
 from neuronjax.primitives.transformer_tkg.facts import (
     SCALES,
@@ -81,7 +83,10 @@ def transformer_tkg(
 
     Over ranks: called inside `shard_map`, each call is one rank, with its own query
     heads, key/value heads and columns of `I`; `replica_groups` says who adds up. The
-    residual is alike on all ranks, and is added once. Two all-reduces a layer.
+    residual is alike on all ranks, and is added once. Two all-reduces a layer. A
+    macro's result is rounded to the dtype of `X` before it crosses the wire: half the
+    bytes of float32. In bfloat16 two layers err by 5.5e-3 of the largest value on one
+    device, and by 8.1e-3 on eight.
 
     Over the two cores of a rank (`lnc_axis`): `W_out` is a core's own half of the
     columns, `W_gate`, `W_up` and `W_down` are its half of `I`; everything else is alike
@@ -119,7 +124,8 @@ def transformer_tkg(
             them.
         position_ids: integers `[B, 1]`, the slot of the first new token, or `[B, S]`,
             all of them, one after another. -1 (0xFFFFFFFF) writes nothing for its
-            sequence; `None` writes nothing at all.
+            sequence, nor do others that do not follow one another; `None` writes
+            nothing at all.
         num_layers: how many layers are run; lists may be longer.
         eps: added to the mean squares; finite, at least 0.
         replica_groups: lists of the ranks of `axis` that add up. One list of all of
@@ -145,8 +151,9 @@ def transformer_tkg(
     Raises:
         ValueError: lists are too short, shapes, dtypes or groups do not fit together,
             or a layer breaks a rule of `attention_block_tkg` or `mlp`; the message has
-            every broken rule. A position that is not there is an error where its value
-            is known while tracing, and otherwise writes nothing. Limits of the chip are
+            every broken rule. Positions that are not there, or not one after another,
+            are an error where they are known while tracing, and otherwise write
+            nothing. Limits of the chip are
             reported by `neuronjax.can` alone.
 
     Source:
@@ -213,15 +220,23 @@ def _tokens(call: SimpleNamespace) -> Tokens:
             for x in (mask, active)
         )
         mask = jnp.concatenate([mask[: mask.shape[0] - active.shape[0]], active])
-    position = None if position is None else position[:, :1]
+    if position is not None and position.shape[1] > 1:
+        position = _first(position, call.V_caches[0].shape[-2])
     return Tokens(call.RoPE_cos, call.RoPE_sin, mask, position)
 
 
+def _first(positions: Any, slots: int) -> Array:
+    """The slot of the first new token; -1 where the others do not follow it."""
+    rows = in_int32(positions, -1, slots)
+    first = rows[:, :1]
+    following = first + jnp.arange(rows.shape[1], dtype=jnp.int32)
+    return jnp.where((rows == following).all(1, keepdims=True), first, -1)
+
+
 def _links(call: SimpleNamespace) -> Links:
-    groups = tuple(tuple(map(int, ranks)) for ranks in call.replica_groups or ())
-    ranks = Group()
-    if len(groups) == 1:
-        ranks = Group(call.axis)
-    elif groups and len(groups[0]) > 1:
-        ranks = Group(call.axis, groups)
+    groups, ranks = call.replica_groups, Group()
+    if groups is not None:
+        # The sum over a whole axis, were it of one rank, is typed alike on all of it.
+        whole = len(groups) == 1
+        ranks = Group(call.axis) if whole else group_of(call.axis, groups)
     return Links(ranks, call.lnc_axis, bool(call.sbuf_residual_and_cc))

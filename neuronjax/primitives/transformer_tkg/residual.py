@@ -33,7 +33,8 @@ def added(h: jax.Array, part: jax.Array, links: Links) -> jax.Array:
     """`h`, `[batch, seq, d_model]`, and the sum of all ranks' parts.
 
     `part` is `[batch*seq, d_model]`, with two cores a core's own half of its columns.
-    The sum is in the dtype of `h`, and typed alike on all ranks of a whole axis.
+    Parts are added up over ranks and cores in their own dtype, what the macros round
+    to, and then in that of `h`. The sum is typed alike on all ranks of a whole axis.
     """
     if links.in_sbuf:
         whole = _exchanged(all_reduce(part, links.ranks), links)

@@ -16,7 +16,6 @@ from neuronjax.primitives.transformer_tkg.facts import (
     misplaced,
     odd_groups,
     odd_position,
-    of_parts,
 )
 
 _SHAPES: dict[str, tuple[int, ...]] = dict(
@@ -195,8 +194,8 @@ _row(
 )
 _row(
     "parts",
-    "{parts[math]}",
-    lambda c: of_parts(c, "math"),
+    "{refused}",
+    told("refused", lambda c: c.refusals()["math"]),
     example=_arguments(
         **{
             f"W_{side}s": [_zeros(*_SHAPES[f"W_{side}s"], dtype=np.int8)]
@@ -211,8 +210,8 @@ _row(
 )
 _row(
     "chip_parts",
-    "{parts[hw]}",
-    lambda c: of_parts(c, "hw"),
+    "{refused_on_chip}",
+    told("refused_on_chip", lambda c: c.refusals()["hw"]),
     example=_arguments(),
     tag="hw",
     stage=3,
