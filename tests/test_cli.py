@@ -139,6 +139,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, words):
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 
+def test_ranks_are_refused_before_weights_are_read(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    result = invoke("run", tmp_path, "x", "--tensor", 4)
+    assert result.exit_code == 2 and "must divide the key heads" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -325,6 +325,10 @@ def test_a_divided_embedding_costs_one_all_reduce():
             "axis must be an axis of the mesh, one of .'data',., got 'tensor'",
         ),
         (
+            lambda: MeshDecoder(model_of("three"), make_mesh(tensor=1), axis=None),
+            "axis must name the axis of the ranks, got None",
+        ),
+        (
             lambda: decoder_of("three", lnc="cores"),
             "lnc must be an axis of the mesh",
         ),

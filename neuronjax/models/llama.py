@@ -100,7 +100,8 @@ class Llama(Generates, nnx.Module):
         """Reads prompts into a new cache.
 
         Args:
-            tokens: `[batch, seq]`, padded on the right.
+            tokens: `[batch, seq]`, padded on the right; ids in [0, vocab_size), which
+                `generate` checks: no other id has a row in the embedding.
             lengths: `[batch]`, how many tokens of each row count; at least 1.
             slots: how many tokens the cache holds, at least `seq`.
 
@@ -136,7 +137,7 @@ class Llama(Generates, nnx.Module):
         """Reads `seq` more tokens of each row.
 
         Args:
-            tokens: `[batch, seq]`, usually one column.
+            tokens: `[batch, seq]`, usually one column; ids as in `prefill`.
             cache: what came before. A row without room for `seq` more tokens keeps its
                 slots as they are.
 

@@ -183,9 +183,11 @@ def two_cores(function: str, mesh: Mesh, axis: str, lnc: str | None) -> str | No
 
 
 def require_division(
-    function: str, mesh: Mesh, config: DecoderConfig, axis: str, lnc: str | None
+    function: str, mesh: Mesh, config: DecoderConfig, axis: str | None, lnc: str | None
 ) -> None:
     """Refuses ranks that cannot share the heads, and cores the width."""
+    if axis is None:
+        raise ValueError(f"{function}: axis must name the axis of the ranks, got None")
     ranks = mesh.shape[axis]
     if config.num_kv_heads % ranks:
         raise ValueError(

@@ -159,7 +159,11 @@ def _dense(weights, x, caches, tokens, config, layout):
 
 
 def _experts(weights, x, caches, tokens, config, layout):
-    """The layers of a `MoELM`."""
+    """The layers of a `MoELM`.
+
+    No public function takes experts, and `decode_layers` checks nothing: sizes, mask
+    and positions are those that `hidden_states` makes.
+    """
     stacked = isinstance(caches, LayerCache)
 
     def layer(own):

@@ -239,11 +239,14 @@ def _loaded(
     from neuronjax.models.pretrained import load_pretrained
     from neuronjax.tools.evaluate import quantized
 
+    mesh = _mesh(model, ranks, lnc) if over_mesh else None
     # One compiled layer instead of thirty: the first word comes in a third of
     # the time, and the later ones as fast.
     loaded = load_pretrained(model, dtype=dtype.value, scan_layers=quant is None)
-    if over_mesh:
-        return loaded, _over_mesh(loaded.model, ranks, lnc)
+    if mesh is not None:
+        from neuronjax.models.mesh_decoder import MeshDecoder
+
+        return loaded, MeshDecoder(loaded.model, mesh)
     decoder = loaded.model
     if quant is not None:
         decoder = quantized(loaded, quant.value).stacked()
@@ -268,12 +271,17 @@ def _start_devices(count: int, option: str) -> None:
         )
 
 
-def _over_mesh(model, tensor: int, lnc: int):
-    """The model as ranks that each have their own heads, MLP columns and cache."""
-    from neuronjax.models.mesh_decoder import MeshDecoder
+def _mesh(model: str, tensor: int, lnc: int):
+    """A mesh of ranks that can share the heads of `model`, whose weights wait."""
+    from neuronjax.models.checkpoint import read_config
+    from neuronjax.models.hub import locate
+    from neuronjax.models.mesh_packing import require_division
     from neuronjax.sharding.mesh import make_mesh
 
-    return MeshDecoder(model, make_mesh(tensor=tensor, lnc=lnc))
+    mesh, cores = make_mesh(tensor=tensor, lnc=lnc), "lnc" if lnc > 1 else None
+    config = read_config(locate(model))
+    require_division("--tensor and --lnc", mesh, config, "tensor", cores)
+    return mesh
 
 
 def _spread(model, count: int) -> None:
