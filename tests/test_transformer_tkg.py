@@ -244,3 +244,12 @@ def test_traced_positions_with_a_gap_write_nothing(groups):
     call["position_ids"] = jnp.array([[2, 4], [3, 4]], jnp.int32)
     starts = jnp.array([[-1], [3]], jnp.int32)
     require_close(run(call), reference(call | dict(position_ids=starts)), 2e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_query_that_attends_none_gets_zeros(groups):
+    call = operands(sizes(L=1, G=groups))
+    call["mask_cache"] = call["mask_cache"].at[:, 0].set(0)
+    got, without = run(call), run(call | dict(W_outs=[0 * call["W_outs"][0]]))
+    np.testing.assert_array_equal(got[0][0], without[0][0])
+    assert np.abs(got[0][1] - without[0][1]).max() > 1e-3

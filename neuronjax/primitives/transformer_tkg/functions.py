@@ -85,8 +85,8 @@ def transformer_tkg(
     heads, key/value heads and columns of `I`; `replica_groups` says who adds up. The
     residual is alike on all ranks, and is added once. Two all-reduces a layer. A
     macro's result is rounded to the dtype of `X` before it crosses the wire: half the
-    bytes of float32. In bfloat16 two layers err by 5.5e-3 of the largest value on one
-    device, and by 8.1e-3 on eight.
+    bytes of float32. In bfloat16 two layers of 8 heads err by 4.1e-3 of the largest
+    value on one device, and by 5.0e-3 on eight.
 
     Over the two cores of a rank (`lnc_axis`): `W_out` is a core's own half of the
     columns, `W_gate`, `W_up` and `W_down` are its half of `I`; everything else is alike
@@ -118,7 +118,8 @@ def transformer_tkg(
         RoPE_sin: the same.
         mask_cache: `[S_ctx, B, N, S]`, boolean or integer, nonzero = attend, with
             `N = G*n` heads, or 1 for all of them. Slot `s` of the caches is row `s`,
-            the last `S` rows are the new tokens, wherever a sequence ends.
+            the last `S` rows are the new tokens, wherever a sequence ends. A query that
+            attends none gets zeros.
         mask_active: `[S, B, N, S]`, 1 = the query (last axis) attends the new token
             (first axis): in place of the last `S` rows of `mask_cache`. `None` leaves
             them.
