@@ -21,6 +21,7 @@ WORKLOADS = (
     "swiglu",
     "decode_step",
     "quantized_step",
+    "mesh_decode",
     "rmsnorm_quant",
     "router",
     "moe",

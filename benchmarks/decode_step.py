@@ -251,8 +251,10 @@ def neuronjax_step(
     return build
 
 
-def _transformer_tkg(*, scan: bool) -> Callable[[Case], Work]:
-    """The same step by `transformer_tkg`, on a mesh of one device."""
+def transformer_tkg_step(
+    *, scan: bool, tensor: int = 1, lnc: int = 1
+) -> Callable[[Case], Work]:
+    """The same step by `transformer_tkg`, on a mesh of `tensor * lnc` devices."""
 
     def build(case: Case) -> Work:
         import jax.numpy as jnp
@@ -262,7 +264,8 @@ def _transformer_tkg(*, scan: bool) -> Callable[[Case], Work]:
         from neuronjax.sharding import make_mesh
 
         model, layers = _llama(case, "float32")
-        decoder = MeshDecoder(model, make_mesh(tensor=1), scan_layers=scan)
+        mesh = make_mesh(tensor=tensor, lnc=lnc)
+        decoder = MeshDecoder(model, mesh, scan_layers=scan)
         # Its cache has a slot to spare.
         layers = tuple(
             LayerCache(
@@ -271,9 +274,22 @@ def _transformer_tkg(*, scan: bool) -> Callable[[Case], Work]:
             )
             for layer in layers
         )
-        return _step(case, decoder, _stack(layers) if scan else layers, MeshCache)
+        layers = _stack(layers) if scan else layers
+        if mesh.size > 1:
+            layers = _placed(decoder, layers, case["context"])
+        return _step(case, decoder, layers, MeshCache)
 
     return build
+
+
+def _placed(decoder: Any, layers: Any, slots: int) -> Any:
+    """Caches laid over the devices as those that `decoder` makes."""
+    import jax
+    import jax.numpy as jnp
+
+    one = jnp.ones((1, 1), jnp.int32)
+    _, like = decoder.prefill(one, one[0], slots)
+    return jax.device_put(layers, jax.tree.map(lambda x: x.sharding, like.layers))
 
 
 def _stack(layers: Any) -> Any:
@@ -364,8 +380,8 @@ WORKLOAD = Workload(
         "jnp_unrolled": Side(_jnp(_jnp_unrolled, stacked=False)),
         "neuronjax_scan": Side(neuronjax_step(scan=True)),
         "neuronjax_unrolled": Side(neuronjax_step(scan=False)),
-        "transformer_tkg_scan": Side(_transformer_tkg(scan=True)),
-        "transformer_tkg_unrolled": Side(_transformer_tkg(scan=False)),
+        "transformer_tkg_scan": Side(transformer_tkg_step(scan=True)),
+        "transformer_tkg_unrolled": Side(transformer_tkg_step(scan=False)),
     },
     ideal=ideal,
     targets=(
