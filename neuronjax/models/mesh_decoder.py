@@ -81,7 +81,8 @@ class MeshDecoder(Generates, nnx.Module):
         lnc: the mesh axis of a rank's two cores; unless named `"lnc"`, where the mesh
             has one. An axis of one device is none.
         scan_layers: keep the weights stacked and scan over the layers; else they are
-            traced one by one, with the same result.
+            traced one by one, with the same result. A step on a CPU holds a copy of
+            the slots that it reads, of one layer in a scan, of all in a list.
         sbuf_residual_and_cc: the path of the residual in `transformer_tkg`: each core
             sums its own half over the ranks, and the halves are exchanged then.
 
