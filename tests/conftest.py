@@ -19,7 +19,7 @@ _run = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def _few_programs_at_once():
-    """Let go of compiled programs: each holds memory maps, of which a process has 65530."""
+    """Lets go of programs: each holds memory maps, of which a process has 65530."""
     yield
     if next(_run) % 200 == 0:
         jax.clear_caches()

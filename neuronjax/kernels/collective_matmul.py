@@ -152,8 +152,9 @@ def scattered(x: Array, axis: str | None, groups: Any, dim: int = 0) -> Array:
     (x,) = uniform(x, over=axis)
     if not x.shape[dim]:
         return x
-    options = dict(scatter_dimension=dim, tiled=True, axis_index_groups=groups)
-    return lax.psum_scatter(x, axis, **options)
+    return lax.psum_scatter(
+        x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups
+    )
 
 
 def by_rank(x: jax.Array, group: Group) -> jax.Array:

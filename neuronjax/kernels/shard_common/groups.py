@@ -1,6 +1,6 @@
 """Who exchanges with whom: groups of ranks on one mesh axis."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,6 @@ def all_reduce(x: jax.Array, group: Group) -> jax.Array:
         return x
     rest = -x.size % size
     flat = jnp.pad(x.ravel(), (0, rest))
-    options = dict(axis_index_groups=groups, tiled=True)
+    options: dict[str, Any] = dict(axis_index_groups=groups, tiled=True)
     own = lax.psum_scatter(flat, group.axis, scatter_dimension=0, **options)
     return lax.all_gather(own, group.axis, **options)[: x.size].reshape(x.shape)
