@@ -88,10 +88,6 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
     return Example((x,), {}, (0,), (0,))
 
 
-_NONE_MAPPED = {
-    "vmap (None, 0, ..)": "it has one operand: nothing would be mapped",
-    "vmap of vmap": "it has one operand: the outer vmap would map nothing",
-}
 # JAX has a primitive of the name `cumsum`.
 cumsum_backward = MacroFamily(
     "cum_sum_bwd",
@@ -100,7 +96,6 @@ cumsum_backward = MacroFamily(
     plain=kernel.cumsum_plain,
     outputs=("dx",),
     example=_example,
-    refuses=_NONE_MAPPED,
 )
 cumsum_family = MacroFamily(
     "cum_sum",
@@ -110,7 +105,6 @@ cumsum_family = MacroFamily(
     outputs=("out",),
     backward=_emit_backward,
     example=_example,
-    refuses=_NONE_MAPPED,
 )
 
 
