@@ -121,48 +121,71 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
         operands = {
             key: getattr(call, names[key]) if key in names else None for key in OPERANDS
         }
-        shape: dict[str, Any] = {
-            key: getattr(x, "shape", None) for key, x in operands.items()
-        }
-        ranked = [len(shape[key] or ()) for key in ("x", "w")] == [3, 2]
-        batch, seq, width = shape["x"] if ranked else (0, 0, 0)
-        rope = operands["cos"] is not None
-        quantization = member(QuantizationType, call.quantization_type)
-        # Block-scaled weights and scales have dtypes of their own.
-        is_mx = quantization is QuantizationType.MX
-        packed = {"w", "w_scale"} if is_mx else set()
-        order = getattr(call, "weight_layout", QKVWeightLayout.CONTIGUOUS)
-        found: dict[str, Any] = dict(
-            arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
-            shape=SimpleNamespace(**shape),
-            ranked=ranked,
-            B=batch,
-            S=seq,
-            H=width,
-            I=shape["w"][1] if ranked else 0,
-            rope=getattr(call, "fused_rope", rope),
-            flag=getattr(call, names.get("flag", ""), None),
-            layout=member(QKVOutputLayout, call.output_layout),
-            norm=member(NormType, getattr(call, names["norm"])),
-            quantization=quantization,
-            tiled=any(isinstance(x, MemrefTile) for x in operands.values()),
-            floats=_narrow_or_integer(operands, names, _fp8_operands(call), packed),
-            scale_dtypes=_other_scales(operands, names, packed),
-            weight_order=member(QKVWeightLayout, order),
-            is_mx=bool(packed),
-            cache_dtypes=_odd_caches(operands, getattr(call, "kv_dtype", None)),
-            traced=_traced(call, names["eps"]),
-            eps_given=getattr(call, names["eps"]),
-            slots_given=_described(operands["slots"]),
-            off_axis=_off_axis(operands, names),
-        )
+        found = _sizes(operands) | _options(call, names, operands)
+        found |= _odd_operands(call, names, operands)
         found["prefill"] = function == "qkv_cte" or (
             function != "qkv_tkg"
-            and is_prefill(found["rope"], batch, seq, operands["k_cache"] is not None)
+            and is_prefill(
+                found["rope"], found["B"], found["S"], operands["k_cache"] is not None
+            )
         )
         return operands | found
 
     return read
+
+
+def _sizes(operands: dict[str, Any]) -> dict[str, Any]:
+    """Shapes, and the sizes that they give where input and weight have their ranks."""
+    shape: dict[str, Any] = {
+        key: getattr(x, "shape", None) for key, x in operands.items()
+    }
+    ranked = [len(shape[key] or ()) for key in ("x", "w")] == [3, 2]
+    batch, seq, width = shape["x"] if ranked else (0, 0, 0)
+    return dict(
+        shape=SimpleNamespace(**shape),
+        ranked=ranked,
+        B=batch,
+        S=seq,
+        H=width,
+        I=shape["w"][1] if ranked else 0,
+        tiled=any(isinstance(x, MemrefTile) for x in operands.values()),
+    )
+
+
+def _options(
+    call: SimpleNamespace, names: dict[str, str], operands: dict[str, Any]
+) -> dict[str, Any]:
+    """What a call asks for, whatever its function calls the arguments."""
+    rope = operands["cos"] is not None
+    order = getattr(call, "weight_layout", QKVWeightLayout.CONTIGUOUS)
+    return dict(
+        arg=SimpleNamespace(**dict(zip(OPERANDS, OPERANDS, strict=True)) | names),
+        rope=getattr(call, "fused_rope", rope),
+        flag=getattr(call, names.get("flag", ""), None),
+        layout=member(QKVOutputLayout, call.output_layout),
+        norm=member(NormType, getattr(call, names["norm"])),
+        quantization=member(QuantizationType, call.quantization_type),
+        weight_order=member(QKVWeightLayout, order),
+        eps_given=getattr(call, names["eps"]),
+        slots_given=_described(operands["slots"]),
+    )
+
+
+def _odd_operands(
+    call: SimpleNamespace, names: dict[str, str], operands: dict[str, Any]
+) -> dict[str, Any]:
+    """What is wrong with dtypes and axes; empty strings where nothing is."""
+    # Block-scaled weights and scales have dtypes of their own.
+    is_mx = member(QuantizationType, call.quantization_type) is QuantizationType.MX
+    packed = {"w", "w_scale"} if is_mx else set()
+    return dict(
+        floats=_narrow_or_integer(operands, names, _fp8_operands(call), packed),
+        scale_dtypes=_other_scales(operands, names, packed),
+        is_mx=is_mx,
+        cache_dtypes=_odd_caches(operands, getattr(call, "kv_dtype", None)),
+        traced=_traced(call, names["eps"]),
+        off_axis=_off_axis(operands, names),
+    )
 
 
 def _fp8_operands(call: SimpleNamespace) -> set[str]:
