@@ -149,7 +149,9 @@ class QKVWeightLayout(enum.Enum):
 
 
 def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
-    """Marks options that are not built yet: they refuse and never answer wrongly.
+    """Marks options that refuse, and never answer wrongly.
+
+    They are not built yet, or have no meaning for arrays: `instead` says which.
 
     Args:
         instead: what is built, for the message.

@@ -90,16 +90,12 @@ def attention_decode_bwd_plain(
     live = [is_differentiable(x.dtype) if x is not None else False for x in operands]
 
     def prepare(*floats):
-        """Rotated queries, joined keys and values: what the scores are made of."""
         given = iter(floats)
-        q, new_k, new_v, keys, values, freqs = (
+        merged = (
             next(given) if is_live else x
             for x, is_live in zip(operands, live, strict=True)
         )
-        if fuse_rope:
-            q, new_k = rotate(q, new_k, positions, freqs)
-        made = (q, *_joined(q, new_k, new_v, keys, values, rest))
-        return (*made, new_k) if fuse_rope else made
+        return _prepared(*merged, positions, rest, fuse_rope)
 
     floats = [x for x, is_live in zip(operands, live, strict=True) if is_live]
     made: tuple[Any, ...]
@@ -114,6 +110,14 @@ def attention_decode_bwd_plain(
         seeds.append(jnp.zeros_like(made[3]) if d_new is None else d_new)
     last = () if d_sink is None else (d_sink,)
     return (*pull(tuple(seeds)), *last)
+
+
+def _prepared(q, new_k, new_v, keys, values, freqs, positions, rest, fuse_rope):
+    """Rotated queries, joined keys and values: what the scores are made of."""
+    if fuse_rope:
+        q, new_k = rotate(q, new_k, positions, freqs)
+    made = (q, *_joined(q, new_k, new_v, keys, values, rest))
+    return (*made, new_k) if fuse_rope else made
 
 
 def _from_stored(made, seen, sink, stored, acc):
