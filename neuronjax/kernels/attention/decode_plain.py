@@ -91,11 +91,11 @@ def attention_decode_bwd_plain(
 
     def prepare(*floats):
         given = iter(floats)
-        merged = (
+        merged = [
             next(given) if is_live else x
             for x, is_live in zip(operands, live, strict=True)
-        )
-        return _prepared(*merged, positions, rest, fuse_rope)
+        ]
+        return _prepared(merged, positions, rest, fuse_rope)
 
     floats = [x for x, is_live in zip(operands, live, strict=True) if is_live]
     made: tuple[Any, ...]
@@ -112,8 +112,9 @@ def attention_decode_bwd_plain(
     return (*pull(tuple(seeds)), *last)
 
 
-def _prepared(q, new_k, new_v, keys, values, freqs, positions, rest, fuse_rope):
+def _prepared(operands, positions, rest, fuse_rope):
     """Rotated queries, joined keys and values: what the scores are made of."""
+    q, new_k, new_v, keys, values, freqs = operands
     if fuse_rope:
         q, new_k = rotate(q, new_k, positions, freqs)
     made = (q, *_joined(q, new_k, new_v, keys, values, rest))
