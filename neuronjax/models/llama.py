@@ -80,6 +80,19 @@ class Llama(Generates, nnx.Module):
         Args:
             tokens: `[batch, seq]`; position 0 is the first column.
         """
+        return self._scores(self.hidden(tokens))
+
+    def hidden(
+        self, tokens: Int[Array, "batch seq"]
+    ) -> Float[Array, "batch seq d_model"]:
+        """What the output projection reads at every position, after the last norm.
+
+        `linear_cross_entropy(model.hidden(tokens), model.output_table().T, targets)` is
+        the loss of a call's logits, which then never exist.
+
+        Args:
+            tokens: `[batch, seq]`; position 0 is the first column.
+        """
         x, cos, sin = self._embed(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
         if self.scan_layers:
             graph, state = nnx.split(self.layers)
@@ -89,7 +102,12 @@ class Llama(Generates, nnx.Module):
         else:
             for layer in self.layers:
                 x = layer(x, cos, sin)
-        return self._logits(x)
+        return self._finished(x)
+
+    def output_table(self) -> Float[Array, "vocab d_model"]:
+        """The rows of the output projection: the head, or the tied embedding."""
+        table = self.embedding if self.head is None else self.head
+        return at_dtype(table, self.dtype)
 
     def prefill(
         self,
@@ -207,6 +225,12 @@ class Llama(Generates, nnx.Module):
         return x, tuple(out)
 
     def _logits(self, x):
-        table = at_dtype(self.embedding if self.head is None else self.head, self.dtype)
-        x = self.norm(x).astype(table.dtype)
+        return self._scores(self._finished(x))
+
+    def _finished(self, x):
+        """The normed residual stream, in the dtype of the output projection."""
+        return self.norm(x).astype(self.output_table().dtype)
+
+    def _scores(self, x):
+        table = self.output_table()
         return linear_fwd(x, table.T, dtype=table.dtype)

@@ -105,6 +105,17 @@ class MoELM(Llama):
         Args:
             tokens: `[batch, seq]`; position 0 is the first column.
         """
+        x, loss = self.hidden_with_balance(tokens)
+        return self._scores(x), loss
+
+    def hidden_with_balance(
+        self, tokens: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "batch seq d_model"], Float[Array, ""]]:
+        """The same before the output projection; see `Llama.hidden`.
+
+        Args:
+            tokens: `[batch, seq]`; position 0 is the first column.
+        """
         x, cos, sin = self._embed(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
         if self.scan_layers:
             graph, state = nnx.split(self.layers)
@@ -113,9 +124,9 @@ class MoELM(Llama):
                 x,
                 state,
             )
-            return self._logits(x), jnp.mean(losses)
+            return self._finished(x), jnp.mean(losses)
         losses = []
         for layer in self.layers:
             x, loss = layer.with_balance(x, cos, sin)
             losses.append(loss)
-        return self._logits(x), jnp.mean(jnp.stack(losses))
+        return self._finished(x), jnp.mean(jnp.stack(losses))
