@@ -147,6 +147,7 @@ from neuronjax.primitives.tile import (
 from neuronjax.primitives.top_k import topk as topk
 from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
 from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_tkg
+from neuronjax.primitives.transpose import transpose as transpose
 from neuronjax.tools.trace import trace as trace
 
 if _TYPE_CHECKING:

@@ -77,6 +77,7 @@ from neuronjax.primitives.router_topk.macro import (
     router_topk_kernel as router_topk_kernel,
 )
 from neuronjax.primitives.topk_reduce import top_k_reduce_kernel as top_k_reduce_kernel
+from neuronjax.primitives.transpose import transpose_kernel as transpose_kernel
 
 
 def __getattr__(attribute: str):

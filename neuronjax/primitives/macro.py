@@ -100,9 +100,12 @@ class MacroFamily:
         over: the key of the config bag that names the mesh axis of a collective: all
             operands are cast to vary over it.
         guard: the NAMEs that the refusal of a foreign one lists.
+        foreign: the words of that refusal, over `expected` and `name`.
         example: `example(name, dtype, batch)` gives an `Example`.
         variants: more examples, `"<NAME> (<what differs>)"`, where one NAME has two
             forms.
+        reemits: how many macros of its own NAMEs its backward emits, where a gradient
+            is the same kind of work again. The rest of a gradient has other NAMEs.
         keyed: its NAMEs belong to another family, and this one has an emitter of its
             own that is told a NAME.
         refuses: transformation -> why this family refuses it. With "explicit sharding"
@@ -131,17 +134,20 @@ class MacroFamily:
         axis: str = "",
         over: str = "",
         guard: Sequence[str] = (),
+        foreign: str = FOREIGN_NAME,
         variants: Sequence[str] = (),
+        reemits: int = 0,
         keyed: bool = False,
         refuses: Mapping[str, str] | None = None,
         no_derivative: str | None = None,
     ):
         self.family, self.names, self.guard = family, tuple(names), guard or names
+        self.foreign = foreign
         self.leaf, self.static, self.plain = leaf, static or leaf, plain
         self.tangent_leaf = tangent_leaf or leaf
         self.outputs, self.backward = outputs, backward
         self.differentiated, self.axis = differentiated, axis
-        self.over = over
+        self.over, self.reemits = over, reemits
         self.example, self.variants, self.keyed = example, tuple(variants), keyed
         self.refuses = dict(refuses or {})
         self.no_derivative = no_derivative
@@ -189,7 +195,7 @@ class MacroFamily:
     def _require_own(self, name: str) -> None:
         if name not in self.names:
             expected = " or ".join(self.guard)
-            raise ValueError(FOREIGN_NAME.format(expected=expected, name=name))
+            raise ValueError(self.foreign.format(expected=expected, name=name))
 
     def _require_undivided(self, name: str, leaves: Sequence[Any]) -> None:
         reason = self.refuses.get("explicit sharding")

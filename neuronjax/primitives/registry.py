@@ -122,7 +122,7 @@ _SOURCE = [
         "output_projection_kernel",
         None,
     ),
-    Entry("Transpose", "transpose", "generic", "transpose_kernel"),
+    Entry("Transpose", "transpose", "generic", "transpose_kernel", None),
     Entry("FusedLinear", "fused_linear", "generic", "fused_linear_kernel"),
     Entry(
         "Llama3Transformer",
@@ -135,6 +135,7 @@ _SOURCE = [
     Entry("OutputProjectionBwd", "output_projection", "generic"),
     Entry("RoPEBwd", "RoPE", "generic"),
     Entry("NeuronReduceMacroBwd", "reduce", "generic"),
+    Entry("FusedLinearBwd", "fused_linear", "generic"),
     Entry("RouterTopKBwd", "router_topk", "generic"),
     Entry("TopKReduceBwd", "router_topk", "generic"),
     Entry("CumSumBwd", "cumsum", "generic"),
@@ -142,6 +143,7 @@ _SOURCE = [
     Entry("Conv1DBwd", "conv", "generic"),
     Entry("DepthwiseConv1DBwd", "conv", "generic"),
     Entry("LinearCrossEntropyBwd", "cross_entropy", "generic"),
+    Entry("Llama3TransformerBwd", "llama3_transformer", "generic"),
 ]
 
 CATALOG = {entry.name: entry for entry in _SOURCE}

@@ -135,7 +135,8 @@ def _macros(
 ) -> Iterator[tuple[JaxprEqn, MacroFamily, int, _Manual | None]]:
     for eqn in jaxpr.eqns:
         family = registry.FAMILIES.get(eqn.primitive.name)
-        if family is not None:
+        # By identity: JAX has primitives of the same names, such as `reduce`.
+        if family is not None and eqn.primitive is family.macro_p:
             yield eqn, family, times, mesh
         if eqn.primitive.name == "shard_map":
             manual = frozenset(eqn.params["newly_manual_axes"])
