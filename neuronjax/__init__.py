@@ -121,6 +121,10 @@ from neuronjax.primitives.output_projection import (
 from neuronjax.primitives.output_projection import (
     output_projection_tkg as output_projection_tkg,
 )
+from neuronjax.primitives.probes import (
+    combine_trn2_double_row_matmult_tiles as combine_trn2_double_row_matmult_tiles,
+)
+from neuronjax.primitives.probes import probe_plan as probe_plan
 from neuronjax.primitives.qkv import qkv as qkv
 from neuronjax.primitives.qkv import qkv_cte as qkv_cte
 from neuronjax.primitives.qkv import qkv_tkg as qkv_tkg

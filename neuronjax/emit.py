@@ -63,6 +63,13 @@ from neuronjax.primitives.mlp import quant_mlp_kernel as quant_mlp_kernel
 from neuronjax.primitives.output_projection.macro import (
     output_projection_kernel as output_projection_kernel,
 )
+from neuronjax.primitives.probes import (
+    column_tiled_mm_kernel as column_tiled_mm_kernel,
+)
+from neuronjax.primitives.probes import (
+    packed_cayman_pe_tp_kernel as packed_cayman_pe_tp_kernel,
+)
+from neuronjax.primitives.probes import row_tiled_mm_kernel as row_tiled_mm_kernel
 from neuronjax.primitives.qkv.macro import qkv_fused_add_kernel as qkv_fused_add_kernel
 from neuronjax.primitives.qkv.macro import qkv_kernel as qkv_kernel
 from neuronjax.primitives.reduce import (

@@ -15,6 +15,8 @@ MIXED = (
     "Inputs/outputs to {function} must be all tensors or all tiles, not a mix of both"
 )
 
+PSUM_TO_HBM = "dma_copy cannot read from psum directly"
+
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
@@ -105,9 +107,20 @@ class MemrefTile:
         return cls(data, axis, buffer)
 
     def to_tensor(self) -> jax.Array:
-        """The tensor this tile holds: the inverse of `from_tensor`."""
+        """The tensor this tile holds: the inverse of `from_tensor`.
+
+        Raises:
+            ValueError: the tile lies in PSUM and macros are lowered as composites
+                (`neuronjax.lowering("composite")`): `to_sbuf` first.
+        """
+        if self.buffer == "psum" and settings().route == "composite":
+            raise ValueError(PSUM_TO_HBM)
         rows = self.data.reshape(-1, *self.data.shape[2:])
         return jnp.moveaxis(rows, 0, self.axis)
+
+    def to_sbuf(self) -> "MemrefTile":
+        """The same tile in SBUF, where a result of PSUM is copied to be stored."""
+        return dataclasses.replace(self, buffer="sbuf")
 
     @property
     def dtype(self) -> jnp.dtype:

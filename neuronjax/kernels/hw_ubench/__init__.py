@@ -1,0 +1,1 @@
+"""The matmul probes: several small products in one pass of the array."""
