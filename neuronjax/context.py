@@ -21,6 +21,7 @@ class Settings:
     route: str = "inline"
     target: str = "gen3"
     plain: bool = False
+    fallback: bool = False
 
 
 _context = jax.make_user_context(Settings())
@@ -76,6 +77,11 @@ def target(generation: str) -> contextlib.AbstractContextManager[None]:
             f"target: generation must be one of {TARGETS}, got {generation!r}"
         )
     return _using(target=generation)
+
+
+def fallback() -> contextlib.AbstractContextManager[None]:
+    """Inside the `with` block every macro is emitted as `BIRKernel`."""
+    return _using(fallback=True)
 
 
 def plain() -> contextlib.AbstractContextManager[None]:

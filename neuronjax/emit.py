@@ -16,6 +16,7 @@ from neuronjax.primitives.attention.prefix_caching import (
 from neuronjax.primitives.attention_block_tkg.macro import (
     attention_block_tkg_kernel as attention_block_tkg_kernel,
 )
+from neuronjax.primitives.bir_kernel import bir_kernel as bir_kernel
 from neuronjax.primitives.blockwise_mm import (
     blockwise_mm_bwd_kernel as blockwise_mm_bwd_kernel,
 )

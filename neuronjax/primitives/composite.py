@@ -1,10 +1,14 @@
 """The lowering of a macro as a `lax.composite`, named `neuron.<NAME>`."""
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax import lax
+
+_KNOWN = bool | int | float | str | np.generic | np.dtype
 
 
 def composite(call: Callable, ctx: Any, params: dict[str, Any]) -> Callable:
@@ -24,7 +28,15 @@ def composite(call: Callable, ctx: Any, params: dict[str, Any]) -> Callable:
 
 
 def _attribute(value):
-    """StableHLO knows no None, and JAX drops one silently: it is spelled out."""
+    """StableHLO knows no None, and JAX drops one silently: it is spelled out.
+
+    So is any other setting of a user's kernel that StableHLO does not know: the member
+    of an enum by its name, a function by its own.
+    """
     if isinstance(value, tuple):
         return tuple(map(_attribute, value))
-    return "none" if value is None else value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, _KNOWN):
+        return value
+    return "none" if value is None else getattr(value, "__name__", str(value))

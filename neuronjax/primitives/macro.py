@@ -179,13 +179,22 @@ class MacroFamily:
             _require_static(name, key, value)
         if settings().plain:
             return tuple(self.plain(*operands, name=name, **config))
+        if settings().fallback and registry.is_of(name, self):
+            return registry.fallback()(
+                *operands, name=registry.FALLBACK, kernel_name=name, **config
+            )
         leaves, tree = jax.tree.flatten(operands)
-        cast = dict(but=config.get(self.axis), over=config.get(self.over))
+        family = self.served(config)
+        cast = dict(but=config.get(family.axis), over=config.get(family.over))
         leaves = uniform(*map(jnp.asarray, leaves), **cast)
         bag = tuple(sorted(config.items()))
         return tuple(
             self.macro_p.bind(*leaves, name=name, config=bag, tree=tree, axes=())
         )
+
+    def served(self, config: Mapping[str, Any]) -> "MacroFamily":
+        """The family whose axes and refusals hold: of `BIRKernel` that of its leaf."""
+        return self
 
     def output_names(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """The checkpoint names of the outputs that a config gives."""
@@ -197,10 +206,15 @@ class MacroFamily:
             expected = " or ".join(self.guard)
             raise ValueError(self.foreign.format(expected=expected, name=name))
 
-    def _require_undivided(self, name: str, leaves: Sequence[Any]) -> None:
-        reason = self.refuses.get("explicit sharding")
+    def _require_undivided(self, name: str, leaves: Sequence[Any], config) -> None:
+        reason = self.served(config).refuses.get("explicit sharding")
         if reason and any(any(jax.typeof(x).sharding.spec) for x in leaves):
             raise NotImplementedError(f"{name}: {reason}")
+
+    def forget(self) -> None:
+        """Drops what was compiled: a user's NAME has another leaf now."""
+        self._fun.cache_clear()
+        self._tangent_fun.cache_clear()
 
     def static_call(self, **params: Any) -> Any:
         """What an equation of this family computes, jitted, with static loop bounds."""
@@ -212,7 +226,7 @@ class MacroFamily:
         leaf = self.static if static else self.leaf
 
         def fun(*leaves):
-            self._require_undivided(name, leaves)
+            self._require_undivided(name, leaves, dict(config))
             operands = jax.tree.unflatten(tree, leaves)
             return list(leaf(*operands, name=name, **dict(config)))
 
@@ -240,7 +254,8 @@ class MacroFamily:
         return [out.to_tangent_aval() for out in outs if _is_float(out)]
 
     def _lower(self, fun, ctx, *operands, **params):
-        reason = self.refuses.get("export, symbolic batch")
+        family = self.served(dict(params["config"]))
+        reason = family.refuses.get("export, symbolic batch")
         if reason and any(map(_is_symbolic, ctx.avals_in)):
             raise NotImplementedError(f"{params['name']}: {reason}")
         call = fun(**params)
@@ -251,7 +266,8 @@ class MacroFamily:
     def _batch(self, p, axis, operands, dims, *, tree, axes, **params):
         operands, dims = list(operands), list(dims)
         config = dict(params["config"])
-        if axis.name is not None and axis.name == config.get(self.over):
+        family = self.served(config)
+        if axis.name is not None and axis.name == config.get(family.over):
             # The ranks of a collective: even operands that are alike on all of them.
             operands[0] = batching.bdim_at_front(operands[0], dims[0], axis.size)
             dims[0] = 0
@@ -266,13 +282,14 @@ class MacroFamily:
             axes = ((tuple(dims), name), *axes)
             # Those that are mapped may vary over one mesh axis more: `spmd_axis_name`.
             arrays = map(jnp.asarray, operands)
-            operands = uniform(*arrays, but=config.get(self.axis))
+            operands = uniform(*arrays, but=config.get(family.axis))
         outs = p.bind(*operands, tree=tree, axes=axes, **params)
         return outs, [0 if mapped else None] * len(outs)
 
     def _jvp(self, primals, tangents, *, axes, config, **params):
-        if self.no_derivative is not None:
-            raise NotImplementedError(f"{params['name']}: {self.no_derivative}")
+        reason = self.served(dict(config)).no_derivative
+        if reason is not None:
+            raise NotImplementedError(f"{params['name']}: {reason}")
         wrt = tuple(
             i
             for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
@@ -329,7 +346,8 @@ class MacroFamily:
         cotangents = [next(used) if _is_float(out) else None for out in operands[n:m]]
 
         def gradients(primals, outs, cotangents):
-            pull = self._own_vjp if self.backward is None else self._emit_backward
+            emits = self.served(dict(config)).backward is not None
+            pull = self._emit_backward if emits else self._own_vjp
             grads = pull(primals, outs, cotangents, wrt, tree, name, dict(config))
             casts = [
                 g.astype(primals[i].dtype) for i, g in zip(wrt, grads, strict=True)

@@ -31,6 +31,10 @@ class Entry:
     tiled: bool | None = False
 
 
+# The NAME that emits any leaf, which its config names.
+FALLBACK = "BIRKernel"
+
+
 def _rows(leaf: str, twin: str, emitter: str, *names: str, **kind) -> list[Entry]:
     return [Entry(name, leaf, twin, emitter, **kind) for name in names]
 
@@ -77,7 +81,7 @@ _SOURCE = [
         None,
     ),
     Entry("NeuronReduceMacro", "reduce", "bespoke", "neuron_reduce_macro_kernel"),
-    Entry("BIRKernel", "any registered leaf", "generic", "bir_kernel"),
+    Entry(FALLBACK, "any registered leaf", "generic", "bir_kernel"),
     Entry("BlockwiseMM", "blockwise_mm", "generic", "blockwise_mm_kernel"),
     Entry(
         "CollectiveMatmul", "collective_matmul", "generic", "collective_matmul_kernel"
@@ -158,6 +162,9 @@ PREFIX_CACHING_NAMES = (
     "V2CausalAttentionMMSoftmaxMMWithoutSwap",
 )
 
+# The NAMEs that users register, beside the catalog.
+USERS: dict[str, Entry] = {}
+
 FAMILIES: dict[str, MacroFamily] = {}
 _BUILT: dict[str, MacroFamily] = {}
 _VARIANTS: dict[str, MacroFamily] = {}
@@ -166,7 +173,7 @@ _VARIANTS: dict[str, MacroFamily] = {}
 def declare(family: MacroFamily) -> None:
     """Enters a family under its NAMEs; one outside the catalog is a fault of ours."""
     for name in family.names:
-        if name not in CATALOG:
+        if name not in CATALOG and name not in USERS:
             raise KeyError(f"{family.family} declares {name}, which the catalog lacks")
         if not family.keyed:
             _BUILT[name] = family
@@ -174,14 +181,36 @@ def declare(family: MacroFamily) -> None:
     FAMILIES[family.family] = family
 
 
+def enter(entry: Entry) -> None:
+    """Makes room for a user's NAME; its family declares itself afterwards."""
+    USERS[entry.name] = entry
+
+
+def withdraw(name: str) -> None:
+    """Forgets a user's NAME, for another kernel that takes it."""
+    del USERS[name]
+    FAMILIES.pop(_BUILT.pop(name).family, None)
+    fallback().forget()
+
+
 def is_built(name: str) -> bool:
     """Whether the macro NAME can be emitted today."""
     return ALIASES.get(name, name) in _BUILT
 
 
+def is_of(name: str, family: MacroFamily) -> bool:
+    """Whether the NAME is a leaf of `family`, and not the fallback itself."""
+    return name != FALLBACK and _BUILT.get(ALIASES.get(name, name)) is family
+
+
+def fallback() -> MacroFamily:
+    """The family that emits any leaf by its NAME."""
+    return _BUILT[FALLBACK]
+
+
 def examples() -> list[str]:
-    """The label of every example: each built NAME, and the variants of families."""
-    return sorted([*_BUILT, *_VARIANTS])
+    """The label of every example of the catalog: each built NAME, and the variants."""
+    return sorted([*(name for name in _BUILT if name in CATALOG), *_VARIANTS])
 
 
 def family_of(label: str) -> MacroFamily:
@@ -190,10 +219,10 @@ def family_of(label: str) -> MacroFamily:
 
 
 def resolve_kernel_config(name: str) -> Entry:
-    """Finds the catalog entry of a macro NAME.
+    """Finds the entry of a macro NAME.
 
     Args:
-        name: a NAME of the catalog, or one of its aliases.
+        name: a NAME of the catalog, one of its aliases, or a NAME of `register_kernel`.
 
     Returns:
         The entry: leaf, lowering twin, emitter.
@@ -205,15 +234,25 @@ def resolve_kernel_config(name: str) -> Entry:
         >>> resolve_kernel_config("MLPKernel").leaf
         'mlp'
     """
-    entry = CATALOG.get(ALIASES.get(name, name))
+    entry = find(name)
     if entry is None:
-        near = difflib.get_close_matches(name, [*CATALOG, *ALIASES], n=3, cutoff=0.5)
-        hint = f"; near matches: {', '.join(near)}" if near else ""
         raise ValueError(
             f"resolve_kernel_config: name must be a macro NAME of the catalog, "
-            f"got {name!r}{hint}"
+            f"got {name!r}{near(name)}"
         )
     return entry
+
+
+def find(name: str) -> Entry | None:
+    """The entry of a NAME or alias; `None` if there is none."""
+    return CATALOG.get(ALIASES.get(name, name)) or USERS.get(name)
+
+
+def near(name: str) -> str:
+    """The NAMEs that `name` may have meant, for the end of a message."""
+    known = [*CATALOG, *ALIASES, *USERS]
+    matches = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    return f"; near matches: {', '.join(matches)}" if matches else ""
 
 
 def resolve_family(name: str) -> MacroFamily:

@@ -6,7 +6,14 @@ compares the macro with its plain reference under the same transformation.
 
 from collections.abc import Callable
 
-from neuronjax.tools.transformations import dtypes, exported, mapped, sharded, values
+from neuronjax.tools.transformations import (
+    dtypes,
+    exported,
+    mapped,
+    rules,
+    sharded,
+    values,
+)
 from neuronjax.tools.transformations.case import MacroCase
 from neuronjax.tools.transformations.compare import Red
 
@@ -37,13 +44,20 @@ CELLS: dict[str, Callable[[MacroCase], None]] = {
     "donation": values.donation,
 }
 
+# Beside the table: what holds for each NAME whatever its family declares.
+RULES: dict[str, Callable[[MacroCase], None]] = {
+    "one structure": rules.one_structure,
+    "integer tangents": rules.integer_tangents,
+    "jacobian": rules.jacobian,
+}
+
 
 def run_cell(label: str, transformation: str) -> str | None:
     """Runs one cell; one that its family refuses must refuse.
 
     Args:
         label: a NAME, or the label of a variant.
-        transformation: a key of `CELLS`.
+        transformation: a key of `CELLS` or `RULES`.
 
     Returns:
         `None` if it is green, or the declared reason of the refusal.
@@ -54,7 +68,7 @@ def run_cell(label: str, transformation: str) -> str | None:
     """
     case = MacroCase(label)
     reason = case.family.refuses.get(transformation)
-    check = CELLS[transformation]
+    check = {**CELLS, **RULES}[transformation]
     if reason is None:
         check(case)
         return None
