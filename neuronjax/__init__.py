@@ -153,6 +153,7 @@ from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
 from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_tkg
 from neuronjax.primitives.transpose import transpose as transpose
 from neuronjax.tools.trace import trace as trace
+from neuronjax.tools.verify import verify as verify
 
 if _TYPE_CHECKING:
     from neuronjax.nn.quantization import quantize as quantize
