@@ -1,6 +1,5 @@
-"""The `neuronjax` command: run a model, list its macros, score it, draw pictures."""
+"""The `neuronjax` command: run, train and score a model, list macros, draw pictures."""
 
-import contextlib
 import enum
 import pathlib
 import time
@@ -10,8 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from neuronjax.tools.demo_commands import demo
+from neuronjax.tools.devices import start_devices
 from neuronjax.tools.draw_commands import draw
 from neuronjax.tools.errors import one_line_errors
+from neuronjax.tools.train_commands import train
 
 app = typer.Typer(
     name="neuronjax",
@@ -21,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(draw, name="draw")
+app.command()(train)
+app.command()(demo)
 _stderr = Console(stderr=True)
 
 
@@ -233,9 +237,9 @@ def _loaded(
         )
     ranks = tensor or 1
     if over_mesh:
-        _start_devices(ranks * lnc, "--tensor times --lnc")
+        start_devices(ranks * lnc, "--tensor times --lnc")
     else:
-        _start_devices(devices, "--devices")
+        start_devices(devices, "--devices")
     from neuronjax.models.pretrained import load_pretrained
     from neuronjax.tools.evaluate import quantized
 
@@ -253,22 +257,6 @@ def _loaded(
     if devices > 1:
         _spread(decoder, devices)
     return loaded, decoder
-
-
-def _start_devices(count: int, option: str) -> None:
-    """Asks for `count` CPU devices, which has to come before jax looks for devices."""
-    import jax
-
-    now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    if count > now:
-        # RuntimeError: a program that calls the command has started jax already.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
-    if len(jax.devices()) < count:
-        raise ValueError(
-            f"{option}: expected at most {len(jax.devices())}, which are all that "
-            f"{jax.default_backend()} has here, got {count}"
-        )
 
 
 def _mesh(model: str, tensor: int, lnc: int):

@@ -1,0 +1,28 @@
+"""The devices that a command needs, asked for before jax looks for any."""
+
+import contextlib
+
+
+def start_devices(count: int, option: str) -> None:
+    """Asks for `count` CPU devices, which has to come before jax looks for devices.
+
+    Args:
+        count: how many there must be.
+        option: what the user asked for them with, for the error.
+
+    Raises:
+        ValueError: there are fewer, since the program has started jax already or has a
+            backend other than the CPU.
+    """
+    import jax
+
+    now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if count > now:
+        # RuntimeError: a program that calls the command has started jax already.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+    if len(jax.devices()) < count:
+        raise ValueError(
+            f"{option}: expected at most {len(jax.devices())}, which are all that "
+            f"{jax.default_backend()} has here, got {count}"
+        )
