@@ -85,6 +85,7 @@ from neuronjax.primitives.indices import (
     find_nonzero_indices_with_count as find_nonzero_indices_with_count,
 )
 from neuronjax.primitives.indices import indexed_flatten as indexed_flatten
+from neuronjax.primitives.macro import Example as Example
 from neuronjax.primitives.mlp import mlp as mlp
 from neuronjax.primitives.moe_block_tkg import moe_block_tkg as moe_block_tkg
 from neuronjax.primitives.mx import dequantize_mx as dequantize_mx
@@ -152,7 +153,11 @@ from neuronjax.primitives.top_k import topk as topk
 from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
 from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_tkg
 from neuronjax.primitives.transpose import transpose as transpose
+from neuronjax.primitives.user_kernel import register_kernel as register_kernel
 from neuronjax.tools.trace import trace as trace
+from neuronjax.tools.transformations import (
+    check_transformations as check_transformations,
+)
 from neuronjax.tools.verify import verify as verify
 
 if _TYPE_CHECKING:

@@ -23,6 +23,37 @@ from neuronjax.primitives import registry
 from neuronjax.primitives.composite import composite
 from neuronjax.primitives.contracts import FOREIGN_NAME
 
+# The columns of the transformation table.
+TRANSFORMATIONS = (
+    "jit",
+    "plain()",
+    "grad",
+    "jvp",
+    "hvp",
+    "grad of grad",
+    "vmap (0, 0, ..)",
+    "vmap (0, None, ..)",
+    "vmap (None, 0, ..)",
+    "vmap (1, 0, ..)",
+    "vmap of size 1",
+    "vmap of vmap",
+    "vmap of grad",
+    "grad of vmap",
+    "scan",
+    "remat",
+    "shard_map over 1",
+    "shard_map over 2",
+    "shard_map over 3",
+    "shard_map over 5",
+    "shard_map over 8",
+    "explicit sharding",
+    "export inline",
+    "export composite",
+    "export, symbolic batch",
+    "bfloat16",
+    "x64",
+    "donation",
+)
 # The transformations that a family without derivatives refuses.
 DERIVATIVES = (
     "grad",

@@ -10,38 +10,8 @@ import jax
 import neuronjax.emit  # noqa: F401  registers every family
 from neuronjax.primitives import registry
 from neuronjax.primitives.contracts import CONTRACTS, FOREIGN_NAME
+from neuronjax.primitives.macro import TRANSFORMATIONS as TRANSFORMATIONS
 from neuronjax.primitives.macro import MacroFamily
-
-TRANSFORMATIONS = (
-    "jit",
-    "plain()",
-    "grad",
-    "jvp",
-    "hvp",
-    "grad of grad",
-    "vmap (0, 0, ..)",
-    "vmap (0, None, ..)",
-    "vmap (None, 0, ..)",
-    "vmap (1, 0, ..)",
-    "vmap of size 1",
-    "vmap of vmap",
-    "vmap of grad",
-    "grad of vmap",
-    "scan",
-    "remat",
-    "shard_map over 1",
-    "shard_map over 2",
-    "shard_map over 3",
-    "shard_map over 5",
-    "shard_map over 8",
-    "explicit sharding",
-    "export inline",
-    "export composite",
-    "export, symbolic batch",
-    "bfloat16",
-    "x64",
-    "donation",
-)
 
 
 def transformations_page() -> str:
@@ -97,7 +67,7 @@ def contracts_page() -> str:
         "chip: "
         "`neuronjax.can` reports it, and only tiles are refused for it.",
         "",
-        f"A NAME that is not the family's: `{FOREIGN_NAME}`.",
+        f"A NAME that is not the family's: {_foreign()}.",
         "",
         "| id | functions | kind | message |",
         "|---|---|---|---|",
@@ -117,6 +87,12 @@ def contracts_page() -> str:
         built = "yes" if registry.is_built(entry.name) else "not yet: refuses"
         lines.append(f"| `{entry.name}` | {entry.leaf} | {built} |")
     return "\n".join(lines) + "\n"
+
+
+def _foreign() -> str:
+    """The words in which families refuse a foreign NAME."""
+    words = [FOREIGN_NAME, *(f.foreign for f in registry.FAMILIES.values())]
+    return ", or ".join(f"`{each}`" for each in dict.fromkeys(words))
 
 
 def _cell(message: str) -> str:
