@@ -82,8 +82,10 @@ def _is_short(results: int, taps: int) -> bool:
 
 def _correlated(x: Rows, taps: Row, window: Window) -> Rows:
     """`out[q] = sum over s of taps[s] * xpad[q*stride + s]`."""
-    count, padded = taps.shape[-1], window.padded(x)
-    results = window.results(x.shape[-1], count)
+    count, results = taps.shape[-1], window.results(x.shape[-1], taps.shape[-1])
+    if window.stride == 1 and count <= UNROLLED:
+        return _shifted_sum(x, taps, window.padding[0], results)
+    padded = window.padded(x)
     if _is_short(results, count):
 
         def read(q, at, size):
@@ -113,6 +115,9 @@ def _tap_sums(d_out: Rows, x: Rows, window: Window, count: int) -> Row:
 def _spread(d_out: Rows, taps: Row, window: Window, width: int) -> Rows:
     """`d_xpad[w] = sum over q*stride + s = w of taps[s] * d_out[q]`; then `d_x`."""
     count, results = taps.shape[-1], d_out.shape[-1]
+    if window.stride == 1 and count <= UNROLLED:
+        before = count - 1 - window.padding[0]
+        return _shifted_sum(d_out, taps[:, ::-1], before, width)
     length = width + sum(window.padding)
     if _is_short(results, count):
 
@@ -132,6 +137,22 @@ def _spread(d_out: Rows, taps: Row, window: Window, width: int) -> Rows:
             lambda s: _part(taps, s, 1) * _part(spaced, count - 1 - s, length), count
         )
     return _part(d_padded, window.padding[0], width)
+
+
+def _shifted_sum(x: Rows, taps: Row, before: int, results: int) -> Rows:
+    """`out[q] = sum over s of taps[s] * x[q + s - before]`, zeros around `x`.
+
+    XLA reads each shifted copy in place. It would store `x` with the zeros around it,
+    which all taps read: a copy that takes as long as all the arithmetic.
+    """
+    zero = jnp.zeros((), x.dtype)
+
+    def term(s: int) -> jax.Array:
+        first = before - s
+        around = [(0, 0, 0), (0, 0, 0), (first, results - x.shape[-1] - first, 0)]
+        return _part(taps, s, 1) * lax.pad(x, zero, around)
+
+    return _sum([term(s) for s in range(taps.shape[-1])])
 
 
 def _read(padded: Rows, first: Any, results: int, window: Window) -> Rows:

@@ -60,7 +60,7 @@ def linear_cross_entropy_fwd(
 
     def block(dw, xb, labels, weight=None):
         z = _logits(xb, w)
-        loss, lse = _losses(z, labels, *rule)
+        loss, lse, base = _losses(z, labels, *rule)
         if form == "tokens":
             return dw, (loss, lse)
         each = loss + z_loss * lse**2 if z_loss else loss
@@ -68,7 +68,7 @@ def linear_cross_entropy_fwd(
             return dw, (each,)
         weight = weight.astype(z.dtype)
         d_lse = 2 * z_loss * weight * lse if z_loss else None
-        g = logits_gradient(z, labels, lse, weight, d_lse, *rule)
+        g = logits_gradient(z, labels, lse, weight, d_lse, *rule, base)
         dxb, dw = _products(dw, xb, g, w)
         return dw, (each, dxb)
 
@@ -133,10 +133,12 @@ def _logits(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _losses(
     z: jax.Array, targets: jax.Array, smoothing: float, part_of: int | None
-) -> tuple[jax.Array, jax.Array]:
-    seen = reduced(z, with_total=bool(smoothing))
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss and the lse of each token, and what was subtracted of its logits."""
     picked = target_logit(z, targets)
-    return token_loss(seen, picked, targets, z.shape[-1], smoothing, part_of)
+    seen = reduced(z, picked=picked, with_total=bool(smoothing))
+    rule = z.shape[-1], smoothing, part_of
+    return *token_loss(seen, picked, targets, *rule), seen.base
 
 
 def _products(

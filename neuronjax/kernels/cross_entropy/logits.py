@@ -35,20 +35,26 @@ def cross_entropy_fwd(
     by_bits: bool = True,
     **hints: Any,
 ) -> tuple[Array, ...]:
-    """Returns `(loss, lse)` in `out_dtype`, and with `residual` the wide `lse`.
+    """Returns `(loss, lse)` in `out_dtype`.
 
-    The vocabulary is reduced in chunks of `chunk` columns; unless named, as is fastest.
-    A token that is not kept has loss and lse 0, whatever its logits are.
+    With `residual` also what the backward reads: the wide `lse`, where the other is
+    rounded, and what was subtracted of the logits, a constant. The vocabulary is
+    reduced in chunks of `chunk` columns; unless named, as is fastest. A token that is
+    not kept has loss and lse 0, whatever its logits are.
     """
     if not by_bits:  # to be differentiated, where 0 times NaN is NaN
         logits = kept(keep, logits)
-    seen = reduced(logits, chunk, with_total=bool(smoothing), by_bits=by_bits)
     picked = target_logit(logits, targets, by_bits=by_bits)
+    options = dict(with_total=bool(smoothing), by_bits=by_bits)
+    seen = reduced(logits, chunk, picked=picked, **options)
     loss, lse = token_loss(seen, picked, targets, logits.shape[-1], smoothing, part_of)
     loss, lse = kept(keep, loss), kept(keep, lse)
     dtype = out_dtype or loss.dtype
     outs = loss.astype(dtype), lse.astype(dtype)
-    return (*outs, lse) if residual else outs
+    if not residual:
+        return outs
+    base = lax.stop_gradient(kept(keep, seen.base))
+    return (*outs, lse, base) if out_dtype else (*outs, base)
 
 
 def cross_entropy_static_fwd(*operands: Any, **config: Any) -> tuple[Array, ...]:
@@ -63,6 +69,7 @@ def cross_entropy_bwd(
     lse: Float[Array, "*tokens"],
     d_loss: Float[Array, "*tokens"] | None,
     d_lse: Float[Array, "*tokens"] | None,
+    base: Float[Array, "*tokens"] | None = None,
     *,
     name: str,
     reduction: str,
@@ -75,7 +82,8 @@ def cross_entropy_bwd(
 ) -> tuple[Array]:
     """Returns `(dlogits,)`: the softmax comes from `lse`, nothing is reduced again.
 
-    An absent `d_loss` is 1 for every token; `reduction="mean"` divides by their number.
+    With `base`, what the forward subtracted, its exponentials are used again. An absent
+    `d_loss` is 1 for every token; `reduction="mean"` divides by their number.
     Values are rounded to `out_dtype` and stored in `stored_dtype`. A token that is not
     kept has gradient 0, whatever its logits are.
     """
@@ -85,7 +93,8 @@ def cross_entropy_bwd(
     ones = jnp.ones_like(lse, acc) if d_loss is None else d_loss.astype(acc)
     share = ones / count(lse) if reduction == "mean" else ones
     more = None if d_lse is None else d_lse.astype(acc)
-    grad = logits_gradient(logits, targets, lse, share, more, smoothing, part_of)
+    rule = smoothing, part_of, base
+    grad = logits_gradient(logits, targets, lse, share, more, *rule)
     return (stored(kept(keep, grad), out_dtype, stored_dtype),)
 
 

@@ -12,16 +12,20 @@ from neuronjax.kernels.dtypes import accumulator, promoted
 def cross_entropy_plain(
     logits, targets, keep, *, name: str, out_dtype: str | None, **config: Any
 ) -> tuple:
-    """`(loss, lse)`, and with `residual` the wide `lse`."""
+    """`(loss, lse)`, and with `residual` what `cross_entropy_fwd` adds."""
     x = kept(keep, logits.astype(accumulator(logits.dtype)))
     loss, lse = (kept(keep, y) for y in _losses(x, targets, **_options(config)))
     dtype = out_dtype or lse.dtype
     outs = loss.astype(dtype), lse.astype(dtype)
-    return (*outs, lse) if config.get("residual") else outs
+    if not config.get("residual"):
+        return outs
+    largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
+    base = jnp.where(jnp.isfinite(largest), largest, 0)
+    return (*outs, lse, base) if out_dtype else (*outs, base)
 
 
 def cross_entropy_plain_bwd(
-    logits, targets, keep, lse, d_loss, d_lse, *, name: str, **config: Any
+    logits, targets, keep, lse, d_loss, d_lse, base=None, *, name: str, **config: Any
 ) -> tuple:
     """`(dlogits,)`."""
     x = kept(keep, logits.astype(accumulator(logits.dtype)))

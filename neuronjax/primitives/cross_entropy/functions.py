@@ -53,7 +53,7 @@ def cross_entropy(
     Returns:
         A scalar, or `[*tokens]` for `"none"`: float32, or float64 for float64 logits.
         The gradient has the dtype of `logits`, and takes no N x V array beside itself.
-        Checkpoint names: `cross_entropy_fwd_loss`, `cross_entropy_fwd_lse`.
+        Checkpoint names: `cross_entropy_fwd_loss`, `_lse` and `_base`.
 
     Raises:
         ValueError: the arguments break a rule, or a target that is known while tracing

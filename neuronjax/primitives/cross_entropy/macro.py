@@ -1,8 +1,9 @@
 """The macros `CrossEntropyFwd` and `CrossEntropyBwd`.
 
 Outputs carry the checkpoint names `cross_entropy_fwd_loss` and
-`cross_entropy_fwd_lse`; where these are rounded, differentiation also keeps
-`cross_entropy_fwd_wide_lse`, and the backward reads the last of them.
+`cross_entropy_fwd_lse`. Differentiation also keeps `cross_entropy_fwd_base`, what was
+subtracted of the logits, and where the others are rounded `cross_entropy_fwd_wide_lse`:
+the backward reads these.
 """
 
 from typing import Any
@@ -114,7 +115,7 @@ def cross_entropy_bwd_kernel(
         **hints,
     )
     labels = places(targets, part_of or logits.shape[-1])
-    operands = logits, labels, keep, lse, d_loss, d_lse
+    operands = logits, labels, keep, lse, d_loss, d_lse, None
     return cross_entropy_bwd(*operands, name=BACKWARD, **config)[0]
 
 
@@ -125,8 +126,9 @@ def places(targets: Any, vocab: int) -> Array:
 
 def _emit_backward(operands, outs, cotangents, *, name, out_dtype, **config):
     logits, targets, keep = operands
-    wide = outs[-1]
-    given = [None if c is None else c.astype(wide.dtype) for c in cotangents]
+    *_, wide, base = outs  # the base is a constant: its cotangent is nothing
+    live = cotangents[:-1]
+    given = [None if c is None else c.astype(wide.dtype) for c in live]
     d_loss = jnp.zeros_like(wide) if given[0] is None else given[0]
     rest = [c for c in given[1:] if c is not None]
     d_lse = sum(rest[1:], rest[0]) if rest else None
@@ -134,18 +136,21 @@ def _emit_backward(operands, outs, cotangents, *, name, out_dtype, **config):
     config |= dict(reduction="sum", out_dtype=dtype, stored_dtype=dtype)
     config.pop("residual", None)
     grads = cross_entropy_bwd(
-        logits, targets, keep, wide, d_loss, d_lse, name=BACKWARD, **config
+        logits, targets, keep, wide, d_loss, d_lse, base, name=BACKWARD, **config
     )
     return (*grads, None, None)
 
 
 def _differentiated(config: dict[str, Any]) -> dict[str, Any]:
     """A rounded lse would be too coarse for the softmax."""
-    return config | (dict(residual=True) if config["out_dtype"] else {})
+    return config | dict(residual=True)
 
 
-def _outputs(*, residual: bool = False, **config: Any) -> tuple[str, ...]:
-    return ("loss", "lse", "wide_lse") if residual else ("loss", "lse")
+def _outputs(
+    *, out_dtype: str | None, residual: bool = False, **config: Any
+) -> tuple[str, ...]:
+    more = ("wide_lse", "base") if out_dtype else ("base",)
+    return ("loss", "lse", *more) if residual else ("loss", "lse")
 
 
 def _example(name: str, dtype: Any, batch: int) -> Example:
@@ -159,7 +164,7 @@ def _example(name: str, dtype: Any, batch: int) -> Example:
         operands = logits, targets, keep
         return Example(operands, config | dict(out_dtype=None), (0,) * 3, (0, 0))
     lse = jnp.log(jnp.sum(jnp.exp(logits), -1)) + 0.1
-    operands = logits, targets, keep, lse, jnp.cos(lse), jnp.sin(lse)
+    operands = logits, targets, keep, lse, jnp.cos(lse), jnp.sin(lse), None
     dtypes = dict.fromkeys(("out_dtype", "stored_dtype"), jnp.dtype(dtype).name)
     config |= dict(reduction="sum", **dtypes)
     return Example(operands, config, (0,) * 6, (0,))

@@ -35,8 +35,8 @@ def cross_entropy_forward(
 
     Returns:
         `(loss, lse)`, each `[P]`; nothing is reduced over positions. Both have
-        derivatives. Checkpoint names: `cross_entropy_fwd_loss`, `_lse`, and where these
-        are rounded `_wide_lse`, which the backward reads.
+        derivatives. Checkpoint names: `cross_entropy_fwd_loss`, `_lse`, `_base`, and
+        where the lse is rounded `_wide_lse`, which the backward reads.
 
     Raises:
         ValueError: the arguments break a rule, or a target that is known while tracing
