@@ -10,7 +10,7 @@ from neuronjax.tools.errors import one_line_errors
 
 draw = typer.Typer(
     help="Draws what sees what in attention, what travels in a ring, what fills the "
-    "array in a convolution.",
+    "array in a convolution or a probe.",
     no_args_is_help=True,
 )
 
@@ -134,6 +134,34 @@ def draw_conv(
         from neuronjax.tools.draw_conv import conv_picture
 
         picture = conv_picture(taps, channels_in, channels_out, cores=cores)
+        _show(picture, out)
+
+
+@draw.command("probe")
+def draw_probe(
+    kind: Annotated[str, typer.Argument(help="row, column or packed")],
+    tiles: Annotated[int, typer.Argument(help="small products")],
+    k: Annotated[int, typer.Argument(help="rows that each contracts")],
+    m: Annotated[int, typer.Argument(help="columns of each")] = 128,
+    size: Annotated[
+        int | None, typer.Option(help="of a band: 32, 64 or 128; it fits unless given")
+    ] = None,
+    at: Annotated[
+        str, typer.Option(help="where the bands that are used begin, by commas")
+    ] = "",
+    unpacked: Annotated[
+        bool, typer.Option("--unpacked", help="each half of double rows is a pass")
+    ] = False,
+    out: _Out = None,
+) -> None:
+    """Draws which small product of a matmul probe lies where in the array."""
+    with one_line_errors():
+        from neuronjax.tools.draw_probe import probe_picture
+
+        places = _numbers("--at", at) or None
+        picture = probe_picture(
+            kind, tiles, k, m, size=size, at=places, double_row=not unpacked
+        )
         _show(picture, out)
 
 

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from neuronjax.kernels.hw_ubench.plan import PARTITIONS
 from neuronjax.primitives import contracts
@@ -63,6 +65,16 @@ def tiled(**changes: Any) -> Callable[[str], dict[str, Any]]:
     return build
 
 
+def _symbolic(function: str) -> dict[str, Any]:
+    """Operands with as many rows as an export leaves open."""
+    (rows,) = export.symbolic_shape("k")
+    given = example_operands(function)
+    return {
+        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for name, x in given.items()
+    }
+
+
 def row(rule: str, functions: tuple[str, ...], message: str, *args, **kwargs) -> None:
     """Enters one row."""
     text = message if kwargs.get("literal") else "{function}: " + message
@@ -107,6 +119,14 @@ row(
     "k, n], got {left_shape} and {right_shape}",
     lambda c: not c.ranked,
     example=changed(moving=(1, 2, 4)),
+)
+row(
+    "known",
+    ALL,
+    "sizes of stationary must be known while tracing, the plan depends on them, got "
+    "{left_shape}",
+    lambda c: c.ranked and not all(isinstance(x, int) for x in (c.tiles, c.k, c.m)),
+    example=_symbolic,
 )
 row(
     "flag",
@@ -244,7 +264,7 @@ row(
     "chip_bank",
     ALL,
     "a PSUM bank holds n up to 512 float32 values a partition, got {right_shape}",
-    size=Size("n", lambda c: c.n, maximum=BANK),
+    size=Size("n", lambda c: 1 if c.transpose else c.n, maximum=BANK),
     example=tiled(moving=(2, 513)),
     tag="hw",
     stage=3,
@@ -253,7 +273,7 @@ row(
     "chip_transposed",
     ALL,
     "a transposed result lies on n up to 128 partitions, got {right_shape}",
-    size=Size("n", lambda c: c.n if c.transpose else 1, maximum=PARTITIONS),
+    lambda c: c.transpose and isinstance(c.n, int) and c.n > PARTITIONS,
     example=tiled(moving=(2, 129), transpose=True),
     tag="hw",
     stage=3,
