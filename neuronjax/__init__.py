@@ -154,6 +154,7 @@ from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
 from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_tkg
 from neuronjax.primitives.transpose import transpose as transpose
 from neuronjax.primitives.user_kernel import register_kernel as register_kernel
+from neuronjax.tools.gradcheck import gradcheck as gradcheck
 from neuronjax.tools.trace import trace as trace
 from neuronjax.tools.transformations import (
     check_transformations as check_transformations,

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import neuronjax
 from neuronjax import emit
+from neuronjax.tools.cli import app
 from neuronjax.tools.verify import comparison
+from neuronjax.tools.verify.functions import FUNCTIONS, labels_of
 from neuronjax.tools.verify.operands import example_of
 from neuronjax.tools.verify.verification import verify_example
 
@@ -280,3 +283,30 @@ def test_the_report_is_a_table():
     text = console.export_text()
     for word in ("RouterTopK", "affinities", "index", "ulps", "partition", "at most"):
         assert word in text
+
+
+def test_the_command_verifies_a_name_and_a_function(monkeypatch):
+    for op in ("CumSum", "cumsum"):
+        result = CliRunner().invoke(app, ["verify", op, "--seed", "2", "--size", "3"])
+        assert result.exit_code == 0, result.output
+        assert "CumSum against CumSum's plain equations" in result.stdout
+    family = neuronjax.primitives.registry.family_of("CumSum")
+    right = family.plain
+    monkeypatch.setattr(
+        family, "plain", lambda *a, **k: tuple(x + 1 for x in right(*a, **k))
+    )
+    result = CliRunner().invoke(app, ["verify", "CumSum", "--dtype", "bfloat16"])
+    assert result.exit_code == 1 and "NO" in result.stdout
+
+
+def test_the_command_refuses_an_unknown_op_in_one_line():
+    result = CliRunner().invoke(app, ["verify", "qvk"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "near matches: qkv" in result.stderr
+
+
+def test_every_function_of_the_command_is_public_and_its_names_are_in_the_catalog():
+    for function, names in FUNCTIONS.items():
+        assert set(names) <= set(neuronjax.primitives.registry.CATALOG)
+        if function in vars(neuronjax):
+            assert labels_of(function)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from neuronjax.tools.check_commands import gradcheck, verify
 from neuronjax.tools.demo_commands import demo
 from neuronjax.tools.devices import start_devices
 from neuronjax.tools.draw_commands import draw
@@ -25,6 +26,8 @@ app = typer.Typer(
 app.add_typer(draw, name="draw")
 app.command()(train)
 app.command()(demo)
+app.command()(verify)
+app.command()(gradcheck)
 _stderr = Console(stderr=True)
 
 

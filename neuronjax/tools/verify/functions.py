@@ -1,0 +1,75 @@
+"""The NAMEs that each public function emits."""
+
+import difflib
+
+import neuronjax.emit  # noqa: F401  registers every family
+from neuronjax.primitives import registry
+
+_ATTENTION = (
+    "AttentionMMSoftmaxMM",
+    "AttentionMMSoftmaxMMWithoutSwap",
+    "CausalAttentionMMSoftmaxMMWithoutSwap",
+)
+FUNCTIONS = {
+    "attention_cte": _ATTENTION,
+    "attention_bwd": ("BackwardsAttention",),
+    "attention_tkg": ("AttentionTkgFwd",),
+    "attention_block_tkg": ("AttentionBlockTkg",),
+    "blockwise_mm_bwd": ("BlockwiseMMBwd",),
+    "blockwise_mm_baseline_shard_hidden": ("BlockwiseMM",),
+    "moe_cte": ("BlockwiseMM",),
+    "moe_tkg": ("ExpertMLPs",),
+    "allgather_compute_matmul": ("CollectiveMatmul",),
+    "allgather_sb2sb": ("SB2SBAllGather",),
+    "allgather_sb2sb_tiled": ("SB2SBAllGather",),
+    "fine_grained_allgather": ("FineGrainedAllGather",),
+    "fine_grained_reduce_scatter": ("FineGrainedReduceScatter",),
+    "matmul_reduce_scatter": ("MatmulReduceScatter",),
+    "conv1d": ("Conv1D",),
+    "depthwise_conv1d_implicit_gemm": ("DepthwiseConv1D",),
+    "cross_entropy": ("CrossEntropyFwd",),
+    "cross_entropy_forward": ("CrossEntropyFwd",),
+    "cross_entropy_backward": ("CrossEntropyBwd",),
+    "linear_cross_entropy": ("LinearCrossEntropy",),
+    "cumsum": ("CumSum",),
+    "mlp": ("MLP", "TiledNativeKernelMLP"),
+    "output_projection_cte": ("OutputProjection",),
+    "output_projection_tkg": ("OutputProjection",),
+    "qkv": ("QKV", "TiledNativeKernelQKV"),
+    "qkv_cte": ("QKV",),
+    "qkv_tkg": ("QKV",),
+    "layer_norm": ("NeuronReduceMacro",),
+    "rms_norm": ("NeuronReduceMacro",),
+    "rmsnorm_quant": ("RMSNormQuant", "TiledNativeKernelRMSNormQuant"),
+    "RoPE": ("RoPE",),
+    "rope_hf": ("RoPE",),
+    "router_topk": ("RouterTopK",),
+    "topk_reduce": ("TopKReduce",),
+    "reduce": ("NeuronReduceMacro",),
+    "fused_linear": ("FusedLinear",),
+    "transpose": ("Transpose",),
+    "llama3_transformer": ("Llama3Transformer",),
+}
+
+
+def labels_of(op: str) -> list[str]:
+    """The examples of a NAME, of a variant's label, or of a public function's NAMEs.
+
+    Raises:
+        ValueError: it is none of these; the message lists near matches.
+    """
+    known = registry.examples()
+    if op in known and " " in op:
+        return [op]
+    names = [registry.ALIASES.get(op, op)]
+    if op not in known and op not in registry.ALIASES:
+        names = [name for name in FUNCTIONS.get(op, ()) if registry.is_built(name)]
+    found = [label for label in known if label.split(" ")[0] in names]
+    if not found:
+        near = difflib.get_close_matches(op, [*known, *FUNCTIONS], n=3, cutoff=0.5)
+        hint = f"; near matches: {', '.join(near)}" if near else ""
+        raise ValueError(
+            f"verify: OP must be a macro NAME or a function that emits one, "
+            f"got {op!r}{hint}"
+        )
+    return found
