@@ -13,17 +13,20 @@ Leaf = Callable[..., tuple]
 Count = Callable[..., tuple[str, ...] | None]
 
 
-def forward_leaf(function: Callable, count: Count) -> Leaf:
-    """The leaf of a function of operands and settings.
+def forward_leaf(function: Callable, count: Count, signature: Signature) -> Leaf:
+    """The leaf of a function of operands and settings; what is not given is default.
 
     Args:
         function: the user's.
+        signature: of the registered function.
         count: the names of its outputs for some settings; `None` for a single array.
     """
 
     def leaf(*operands: Any, name: str, **settings: Any) -> tuple:
+        operands, settings = signature.split(operands, settings)
         return _outputs(name, function(*operands, **settings), count(**settings))
 
+    leaf.__signature__ = signature.of_leaf()  # pyright: ignore[reportFunctionMemberAccess]
     return leaf
 
 
@@ -67,6 +70,7 @@ def backward_leaf(backward: Callable, signature: Signature, single: bool) -> Lea
         gradients: tuple[str, ...],
         **settings: Any,
     ) -> tuple:
+        operands, settings = signature.split(operands, settings)
         if single:
             outs, cotangents = outs[0], cotangents[0]
         found = backward(operands, outs, cotangents, **settings)

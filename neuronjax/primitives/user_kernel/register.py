@@ -139,8 +139,8 @@ def _families(
     """The family of the NAME, and that of its backward."""
     signature = Signature.of(function)
     names = functools.partial(_names, outputs)
-    leaf = forward_leaf(function, names)
-    reference = leaf if plain is None else forward_leaf(plain, names)
+    leaf = forward_leaf(function, names, signature)
+    reference = leaf if plain is None else forward_leaf(plain, names, signature)
     build = examples.none_given(name)
     if example is not None:
         bag = {**signature.defaults(), **(settings or {})}
@@ -156,7 +156,7 @@ def _families(
         leaf,
         plain=reference,
         outputs=lambda **settings: names(**settings) or ("out",),
-        static=None if static is None else forward_leaf(static, names),
+        static=None if static is None else forward_leaf(static, names, signature),
         backward=emit,
         example=build,
         refuses=refuses,

@@ -65,6 +65,11 @@ class Signature:
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
+    def of_leaf(self) -> inspect.Signature:
+        """The signature of the leaf, which is told its NAME."""
+        name = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY)
+        return self.python.replace(parameters=[*self.python.parameters.values(), name])
+
     def defaults(self) -> dict[str, Any]:
         """The settings that have a default."""
         empty = inspect.Parameter.empty

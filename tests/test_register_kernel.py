@@ -1,0 +1,401 @@
+"""Kernels of users: registered, differentiated, checked, refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import neuronjax
+from neuronjax.primitives import registry
+from neuronjax.tools.transformations import CELLS, RULES, State
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.float32)
+GATE = jnp.cos(X) * 3
+
+
+def gated(x, gate, index=None, *, limit=2.0):
+    """`x * silu(gate)`, the gate clipped; `index` is there to be an integer operand."""
+    held = jnp.clip(gate, -limit, limit)
+    return x * held * jax.nn.sigmoid(held)
+
+
+def gated_bwd(operands, y, dy, *, limit):
+    x, gate, _ = operands
+    held = jnp.clip(gate, -limit, limit)
+    s = jax.nn.sigmoid(held)
+    slope = s + held * s * (1 - s)
+    return dy * held * s, dy * x * jnp.where(jnp.abs(gate) <= limit, slope, 0), None
+
+
+def gated_example(dtype, batch):
+    keys = jax.random.split(jax.random.key(0))
+    x, gate = (jax.random.normal(key, (batch, 3), dtype) for key in keys)
+    return x, gate, jnp.arange(3, dtype=jnp.int32)
+
+
+def gated_numpy(x, gate, limit):
+    held = np.clip(gate, -limit, limit)
+    return x * held / (1 + np.exp(-held))
+
+
+def register(name="GatedUnit", kernel=gated, **options):
+    return neuronjax.register_kernel(
+        name, kernel, **dict(dict(backward=gated_bwd, example=gated_example), **options)
+    )
+
+
+def test_the_emitter_is_called_as_the_function_and_binds_one_macro():
+    unit = register()
+    wide = np.asarray(X, np.float64), np.asarray(GATE, np.float64)
+    for out, limit in [
+        (unit(X, GATE), 2.0),
+        (unit(gate=GATE, x=X), 2.0),
+        (unit(X, GATE, jnp.arange(3), limit=0.5), 0.5),
+    ]:
+        np.testing.assert_allclose(out, gated_numpy(*wide, limit), rtol=1e-5)
+    (row,) = neuronjax.trace(functools.partial(unit, limit=0.5), X, GATE).rows
+    assert (row.name, dict(row.config)) == ("GatedUnit", dict(limit=0.5))
+    assert row.leaf == f"{__name__}.gated"
+    assert unit.__name__ == "gated" and unit.__doc__ == gated.__doc__
+
+
+def test_a_decorator_registers():
+    @neuronjax.register_kernel("Doubled")
+    def doubled(x):
+        return 2 * x
+
+    assert neuronjax.trace(doubled, X).names == ("Doubled",)
+    with neuronjax.plain():
+        assert neuronjax.trace(doubled, X).names == ()
+
+
+def test_the_gradient_is_the_backward_macro():
+    unit = register()
+    gradient = jax.grad(lambda x, g: unit(x, g).sum(), (0, 1))
+    assert neuronjax.trace(gradient, X, GATE).names == ("GatedUnit", "GatedUnitBwd")
+    check_grads(jax.jit(unit), (X, GATE), 2, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+def test_without_a_backward_jax_differentiates_the_function():
+    unit = register("Ungated", backward=None)
+    gradient = jax.grad(lambda x: unit(x, GATE).sum())
+    assert neuronjax.trace(gradient, X).names == ("Ungated",)
+    np.testing.assert_allclose(gradient(X), gated(jnp.ones_like(X), GATE), rtol=1e-6)
+
+
+@pytest.mark.parametrize("label", ["GatedUnit", "GatedUnitBwd"])
+def test_the_transformation_table_is_green(label):
+    register()
+    report = neuronjax.check_transformations(label)
+    assert report and len(report.of(State.GREEN)) == len(CELLS) + len(RULES), report
+
+
+def test_operands_and_gradients_are_pytrees_and_outputs_a_tuple():
+    def affine(params, x, *, scale=1.0):
+        y = x @ params["w"] * scale
+        return y + params.get("b", 0), jnp.argmax(y, -1)
+
+    def affine_bwd(operands, outs, cotangents, *, scale):
+        params, x = operands
+        dy, d_index = cotangents
+        assert d_index is None
+        grads = dict(w=x.T @ dy * scale, b=dy.sum(0))
+        return {k: grads[k] for k in params}, dy @ params["w"].T * scale
+
+    def example(dtype, batch):
+        w = jax.random.normal(jax.random.key(1), (3, 2), dtype)
+        x = jax.random.normal(jax.random.key(2), (batch, 3), dtype)
+        return dict(w=w, b=w[0]), x
+
+    emit = neuronjax.register_kernel(
+        "Affine", affine, backward=affine_bwd, outputs=("y", "index"), example=example
+    )
+    params = dict(w=jnp.ones((3, 2)), b=jnp.ones(2))
+    y, index = emit(params, X)
+    assert y.shape == (4, 2) and index.dtype == jnp.int32
+    assert emit({"w": params["w"]}, X)[0].shape == (4, 2)
+    loss = lambda params, x: jnp.sum(emit(params, x, scale=2.0)[0] ** 2)  # noqa: E731
+    check_grads(jax.jit(loss), (params, X), 2, modes=["rev"], atol=1e-2, rtol=1e-2)
+    report = neuronjax.check_transformations(
+        "AffineBwd", ["grad", "vmap (1, 0, ..)", "shard_map over 3", "one structure"]
+    )
+    assert report, report
+    assert registry.resolve_family("AffineBwd").output_names(
+        dict(scale=1.0, gradients=("d_params_b", "d_params_w", "d_x"))
+    ) == ("AffineBwd_d_params_b", "AffineBwd_d_params_w", "AffineBwd_d_x")
+
+
+def test_a_weight_outside_shard_map_gets_the_sum_over_the_mesh():
+    def scaled(x, w):
+        return x * w
+
+    emit = neuronjax.register_kernel(
+        "Scaled",
+        scaled,
+        backward=lambda operands, y, dy: (
+            dy * operands[1],
+            jnp.sum(dy * operands[0], 0),
+        ),
+    )
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    w = jnp.arange(3.0)
+
+    def loss(x, w):
+        local = jax.shard_map(
+            emit, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+        )
+        return jnp.sum(jnp.sin(local(x, w)))
+
+    got = jax.jit(jax.grad(loss, (0, 1)))(X, w)
+    wanted = jax.grad(lambda x, w: jnp.sum(jnp.sin(x * w)), (0, 1))(X, w)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_remat_policy_keeps_the_named_output():
+    unit = register()
+    policy = jax.checkpoint_policies.save_only_these_names("GatedUnit_out")
+    kept = jax.checkpoint(lambda x: jnp.sin(unit(x, GATE)).sum(), policy=policy)
+    assert neuronjax.trace(jax.grad(kept), X).count("GatedUnit") == 1
+
+
+def test_the_composite_spells_out_settings_that_stablehlo_does_not_know():
+    @neuronjax.register_kernel("Activated")
+    def activated(x, *, act=jax.nn.relu, kind=neuronjax.ActFnType.SiLU, bias=None):
+        return act(x)
+
+    with neuronjax.lowering("composite"):
+        text = jax.jit(activated).lower(X).as_text()
+    assert 'stablehlo.composite "neuron.Activated"' in text
+    assert 'act = "relu", bias = "none", kind = "SiLU"' in text
+
+
+def test_registering_again_replaces_the_kernel_everywhere():
+    first = register("Again")
+    np.testing.assert_allclose(first(X, GATE), gated(X, GATE), rtol=1e-5)
+    np.testing.assert_allclose(
+        neuronjax.emit.bir_kernel("Again", X, GATE, None, limit=2.0)[0], gated(X, GATE)
+    )
+    second = neuronjax.register_kernel("Again", lambda x, gate, index=None: x + gate)
+    np.testing.assert_array_equal(second(X, GATE), X + GATE)
+    np.testing.assert_array_equal(
+        neuronjax.emit.bir_kernel("Again", X, GATE)[0], X + GATE
+    )
+    with pytest.raises(ValueError, match="'AgainBwd'; near matches"):
+        neuronjax.resolve_kernel_config("AgainBwd")
+
+
+def test_a_users_kernel_is_a_bir_kernel_too():
+    register()
+    call = lambda x: neuronjax.emit.bir_kernel("GatedUnit", x, GATE)[0].sum()  # noqa: E731
+    rows = neuronjax.trace(jax.grad(call), X).rows
+    kinds = [(row.name, dict(row.config)["kernel_name"]) for row in rows]
+    assert kinds == [("BIRKernel", "GatedUnit"), ("BIRKernel", "GatedUnitBwd")]
+    wanted = jax.grad(lambda x: gated(x, GATE).sum())(X)
+    np.testing.assert_allclose(jax.grad(call)(X), wanted, rtol=1e-5)
+
+
+def test_a_loop_with_a_computed_bound_has_a_static_form():
+    def power(x, count):
+        return lax.fori_loop(0, count, lambda _, y: y * x, jnp.ones_like(x))
+
+    def unrolled(x, count):
+        return x**3
+
+    def power_bwd(operands, y, dy):
+        x, count = operands
+        return dy * count.astype(x.dtype) * x ** (count - 1).astype(x.dtype), None
+
+    emit = neuronjax.register_kernel(
+        "Power", power, static=unrolled, backward=power_bwd
+    )
+    count = jnp.asarray(3, jnp.int32)
+    gradient = jax.grad(lambda x: emit(x, count).sum())
+    second = jax.grad(lambda x: gradient(x).sum())
+    np.testing.assert_allclose(gradient(X), 3 * X**2, rtol=1e-5)
+    np.testing.assert_allclose(second(X), 6 * X, rtol=1e-4)
+
+
+def test_a_kernel_without_derivative_refuses_in_its_words():
+    emit = neuronjax.register_kernel(
+        "Ranked",
+        lambda x: jnp.argsort(x, axis=-1).astype(x.dtype),
+        no_derivative="ranks are steps",
+        example=lambda dtype, batch: jax.random.normal(
+            jax.random.key(0), (batch, 4), dtype
+        ),
+    )
+    with pytest.raises(NotImplementedError, match="Ranked: ranks are steps"):
+        jax.grad(lambda x: emit(x).sum())(X)
+    report = neuronjax.check_transformations("Ranked", ["jit", "grad", "remat"])
+    assert [c.state for c in report.cells] == [
+        State.GREEN,
+        State.REFUSED,
+        State.REFUSED,
+    ]
+    assert report["grad"].detail == "ranks are steps"
+
+
+def test_a_declared_refusal_that_does_not_refuse_is_red():
+    register("Shy", refuses={"grad": "it says so"})
+    report = neuronjax.check_transformations("Shy", ["grad", "jit"])
+    assert not report and report["grad"].state is State.RED
+    assert "expected a refusal" in report["grad"].detail
+    assert report["jit"].state is State.GREEN
+
+
+@pytest.mark.parametrize(
+    ("transformation", "backward"),
+    [
+        ("grad", lambda ops, y, dy, *, limit: (2 * dy, 0 * dy, None)),
+        ("bfloat16", lambda ops, y, dy, *, limit: (dy, dy, None)),
+    ],
+)
+def test_a_wrong_backward_is_red(transformation, backward):
+    register("Wrong", backward=backward)
+    report = neuronjax.check_transformations("Wrong", ["jit", transformation])
+    assert report["jit"].state is State.GREEN
+    assert report[transformation].state is State.RED
+    assert isinstance(report[transformation].error, AssertionError)
+
+
+def test_a_wrong_kernel_is_red_against_its_plain_reference():
+    register("Off", plain=lambda x, gate, index=None, *, limit=2.0: x * gate)
+    report = neuronjax.check_transformations("Off", ["jit", "donation"])
+    assert not report
+    assert "of the plain reference" in report["jit"].detail
+    assert str(report).startswith("Off: 2 red")
+
+
+def _gradient(backward):
+    emit = register("Faulty", backward=backward)
+    return jax.make_jaxpr(jax.grad(lambda x: emit(x, GATE, jnp.arange(3)).sum()))(X)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "words"),
+    [
+        (lambda dy: dy, "FaultyBwd: backward must return a tuple of 3 gradients"),
+        (
+            lambda dy: (dy, dy),
+            "tuple of 3 gradients, one for each operand, got a tuple",
+        ),
+        (
+            lambda dy: (dy[0], dy, None),
+            r"gradient of x must be .* \(4, 3\), got float32",
+        ),
+        (lambda dy: (dy, None, None), "gradient of gate must be an array of shape"),
+        (lambda dy: (dy, dy.astype(int), None), "gate must be a float array"),
+        (lambda dy: (dy, dy, jnp.zeros(3)), "index is int32 and has no gradient"),
+        (lambda dy: ({"x": dy}, dy, None), "FaultyBwd: "),
+    ],
+)
+def test_gradients_of_another_structure_or_shape_are_refused(gradients, words):
+    with pytest.raises(ValueError, match=words):
+        _gradient(lambda operands, y, dy, *, limit: gradients(dy))
+
+
+@pytest.mark.parametrize(
+    ("function", "outputs", "words"),
+    [
+        (
+            lambda x: (x, x),
+            None,
+            "must return one array, got a tuple of 2; name several",
+        ),
+        (lambda x: x, ("a", "b"), r"must return a tuple of a, b, got float32\[4, 3\]"),
+        (lambda x: (x,), ("a", "b"), "must return a tuple of a, b, got a tuple of 1"),
+        (lambda x: "x", None, "must return one array, got str"),
+    ],
+)
+def test_outputs_of_another_structure_are_refused(function, outputs, words):
+    emit = neuronjax.register_kernel("Faulty", function, outputs=outputs)
+    with pytest.raises(ValueError, match=f"Faulty: the function {words}"):
+        jax.make_jaxpr(emit)(X)
+
+
+def test_operands_that_are_no_arrays_are_refused_by_name():
+    unit = register()
+    with pytest.raises(ValueError, match="GatedUnit: operand gate must be an array"):
+        unit(X, "gate")
+    with pytest.raises(ValueError, match="limit must be a hashable Python value"):
+        unit(X, GATE, limit=jnp.ones(2))
+
+
+def test_the_backward_of_a_kernel_is_no_free_name():
+    register()
+    with pytest.raises(ValueError, match="GatedUnitBwd is the backward of GatedUnit"):
+        neuronjax.register_kernel("GatedUnitBwd", lambda x: x)
+    neuronjax.register_kernel("LoneBwd", lambda x: x)
+    with pytest.raises(ValueError, match="LoneBwd is another kernel"):
+        register("Lone")
+    register("Lone", backward=None)
+    register("Lone", backward=None)
+    assert registry.resolve_kernel_config("LoneBwd").emitter == "<lambda>"
+
+
+def test_a_user_kernel_is_no_part_of_the_catalog():
+    register()
+    assert "GatedUnit" not in registry.CATALOG
+    assert not any("GatedUnit" in label for label in registry.examples())
+
+
+def test_a_kernel_without_an_example_says_what_it_needs():
+    neuronjax.register_kernel("Bare", lambda x: x)
+    with pytest.raises(ValueError, match="Bare: it has no example"):
+        neuronjax.check_transformations("Bare")
+
+
+def test_an_example_may_say_how_a_mesh_splits_it():
+    def both(dtype, batch):
+        x = jax.random.normal(jax.random.key(0), (batch, batch), dtype)
+        return x, x, None
+
+    register("Square", example=both)
+    with pytest.raises(ValueError, match="axes .* of array 0 .* all follow batch"):
+        neuronjax.check_transformations("Square", ["jit"])
+
+    def told(dtype, batch):
+        return neuronjax.Example(both(dtype, batch), {}, (1, 1), (1,))
+
+    register("Square", example=told)
+    assert neuronjax.check_transformations("Square", ["shard_map over 2", "jit"])
+
+
+def test_unknown_names_and_transformations_are_refused():
+    with pytest.raises(ValueError, match="got 'RoPee'; near matches: RoPE"):
+        neuronjax.check_transformations("RoPee")
+    with pytest.raises(ValueError, match="transformations must be of jit, .* 'vmapp'"):
+        neuronjax.check_transformations("RoPE", ["vmapp"])
+
+
+def test_cells_that_lack_devices_are_told(monkeypatch):
+    register()
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    names = ["shard_map over 2", "explicit sharding"]
+    report = neuronjax.check_transformations("GatedUnit", names)
+    assert [cell.state for cell in report.cells] == [State.NOT_RUN] * 2
+    assert report["shard_map over 2"].detail.startswith("needs 2 devices, there are 1")
+
+
+def test_the_report_is_a_table():
+    import io
+
+    from rich.console import Console
+
+    register("Shy", refuses={"grad": "it [says] so"})
+    seen = []
+    report = neuronjax.check_transformations(
+        "Shy", ["jit", "grad"], progress=seen.append
+    )
+    assert tuple(seen) == report.cells
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(report)
+    text = console.export_text()
+    assert "Shy: 1 green, 1 red" in text and "Red: expected a refusal" in text
