@@ -36,7 +36,7 @@ class Blueprint:
     def __init__(self, config: TrainConfig, *, spread: bool = True) -> None:
         self.config, self.mesh = config, None
         if spread and config.devices > 1:
-            self.mesh = make_mesh(**config.mesh_sizes, lnc=config.lnc)
+            self.mesh = make_mesh(explicit=False, lnc=config.lnc, **config.mesh_sizes)
         abstract = nnx.eval_shape(self._build)
         self._graph, self._state = nnx.split(abstract)
         self.shapes: Params = nnx.to_pure_dict(self._state)

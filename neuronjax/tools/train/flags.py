@@ -63,3 +63,12 @@ def _flags() -> list[inspect.Parameter]:
 
 def _shown(default: Any) -> str:
     return repr(default) if default == "\n" else str(default)
+
+
+def settings_rows() -> list[str]:
+    """The settings as rows of a Markdown table: name, default, meaning."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(TrainConfig):
+        shown = "none" if field.default is None else f"`{_shown(field.default)}`"
+        rows.append(f"| `{field.name}` | {shown} | {field.metadata['about']} |")
+    return rows
