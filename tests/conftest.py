@@ -15,6 +15,25 @@ with install_import_hook("neuronjax.kernels", "beartype.beartype"):
     import neuronjax  # noqa: F401
 
 _run = itertools.count(1)
+_TABLE = "test_transformations.py"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--table-every 4` runs every fourth cell of the transformation table.
+
+    A row has 28 cells, so with an odd number, or a few rows, each column is met.
+    """
+    parser.addoption("--table-every", type=int, default=1, metavar="N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
+    """Leaves out the cells that `--table-every` skips."""
+    every = config.getoption("--table-every")
+    cells = [item for item in items if item.path.name == _TABLE]
+    skipped = {item for i, item in enumerate(cells) if i % every}
+    if skipped:
+        config.hook.pytest_deselected(items=list(skipped))
+        items[:] = [item for item in items if item not in skipped]
 
 
 @pytest.fixture(autouse=True)
