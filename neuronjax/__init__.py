@@ -130,6 +130,7 @@ from neuronjax.primitives.qkv import qkv as qkv
 from neuronjax.primitives.qkv import qkv_cte as qkv_cte
 from neuronjax.primitives.qkv import qkv_tkg as qkv_tkg
 from neuronjax.primitives.reduce import layer_norm as layer_norm
+from neuronjax.primitives.reduce import reduce as reduce
 from neuronjax.primitives.reduce import rms_norm as rms_norm
 from neuronjax.primitives.registry import resolve_kernel_config as resolve_kernel_config
 from neuronjax.primitives.rmsnorm_quant import (

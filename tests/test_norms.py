@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 import neuronjax
-from neuronjax.kernels.reduce import reduce_bwd
+from neuronjax.kernels.reduce.leaf import reduce_bwd
 
 SHAPES = [(3, 5, 96), (2, 128), (7,)]
 EPS = 1e-5
@@ -164,24 +164,6 @@ def test_a_scalar_of_any_kind_keeps_the_dtype(eps):
         with jax.enable_x64(x64):
             out, pull = jax.vjp(lambda x, s: neuronjax.rms_norm(x, s, eps=eps), x, s)
             assert {t.dtype for t in (out, *pull(out))} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.parametrize("op", ["add", "max", "min", "mul", "absmax", "sumsq"])
-def test_reductions_that_are_not_built_refuse(op):
-    """R-27."""
-    with pytest.raises(
-        NotImplementedError, match=f"neuron_reduce_macro_kernel: op='{op}'"
-    ):
-        neuronjax.emit.neuron_reduce_macro_kernel(jnp.ones((2, 8)), op=op)
-
-
-def test_other_norms_and_axes_that_are_not_built_refuse():
-    """R-27."""
-    x = jnp.ones((2, 8))
-    with pytest.raises(NotImplementedError, match="norm='l2'"):
-        neuronjax.emit.neuron_reduce_macro_kernel(x, jnp.ones(8), norm="l2")
-    with pytest.raises(NotImplementedError, match="axis=0"):
-        neuronjax.emit.neuron_reduce_macro_kernel(x, jnp.ones(8), axis=0)
 
 
 def test_each_row_has_length_sqrt_d_model():

@@ -1,0 +1,1 @@
+"""Norms and reductions of any axes: the leaf of `NeuronReduceMacro`."""
