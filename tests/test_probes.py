@@ -15,13 +15,14 @@ from neuronjax.primitives.probes.macro import FAMILIES
 from tests.probe_equations import EMITTERS, NAMES, drawn, gradients, products
 
 KINDS = sorted(EMITTERS)
-# tiles, k, m, n, tile_size of row tiling, of column tiling
+# tiles, k, m, n, tile_size of row tiling, of column tiling, transpose
 SIZES = [
-    (1, 1, 1, 1, None, None),
-    (3, 5, 7, 9, None, None),
-    (5, 70, 33, 3, (64, 128), (128, 64)),
-    (2, 130, 129, 5, None, None),
-    (9, 33, 17, 2, (128, 128), (128, 128)),
+    (1, 1, 1, 1, None, None, False),
+    (3, 5, 7, 9, None, None, True),
+    (5, 70, 33, 3, (64, 128), (128, 64), False),
+    (5, 70, 33, 3, (64, 128), (128, 64), True),
+    (2, 130, 129, 5, None, None, False),
+    (9, 33, 17, 2, (128, 128), (128, 128), True),
 ]
 
 
@@ -29,11 +30,10 @@ def size_of(kind, row, column):
     return row if kind == "row" else column
 
 
-@pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "x".join(map(str, s[:4])))
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_the_equation(kind, sizes, transpose):
-    tiles, k, m, n, row, column = sizes
+def test_products_are_those_of_the_equation(kind, sizes):
+    tiles, k, m, n, row, column, transpose = sizes
     s, x = drawn(1, (tiles, k, m), (tiles, k, n))
     out = EMITTERS[kind](
         s, x, tile_size=size_of(kind, row, column), transpose=transpose

@@ -19,8 +19,14 @@ def operands(channels=3, k=5, m=4, n=6, seed=0, dtype="float32"):
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("mode", ["double_row_gen3", None])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (6, 20, 7, 3), (3, 150, 9, 5)])
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [
+        ((1, 1, 1, 1), "double_row_gen3"),
+        ((6, 20, 7, 3), None),
+        ((3, 150, 9, 5), "double_row_gen3"),
+    ],
+)
 def test_products_are_those_of_the_equation(sizes, mode, transpose):
     s, x = operands(*sizes)
     out = kernel(s, x, perf_mode=mode, transpose=transpose, num_channels=sizes[0])

@@ -1,11 +1,13 @@
 """Tiles: tensors that lie in on-chip memory, 128 partitions wide."""
 
 import dataclasses
+import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from neuronjax.context import settings
 
@@ -133,6 +135,15 @@ class MemrefTile:
         partitions, chunks, *free = self.data.shape
         free.insert(self.axis, partitions * chunks)
         return tuple(free)
+
+
+# So that an exported program can take and return tiles.
+export.register_pytree_node_serialization(
+    MemrefTile,
+    serialized_name="neuronjax.MemrefTile",
+    serialize_auxdata=lambda laid: json.dumps(laid).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
 
 
 def nearest_partition_size(size: int) -> int:

@@ -20,48 +20,52 @@ KINDS = {ROW: "row", COLUMN: "column", PACKED: "packed"}
 
 
 def facts(call: SimpleNamespace) -> dict[str, Any]:
-    """Sizes by their names, 0 where an operand has not the axes for them."""
-    kind, flat = KINDS[call.function], _flat_shape(call)
-    left, right = call.stationary, call.moving
-    left = call.lhs if left is None else left
-    right = call.rhs if right is None else right
-    rank = 3 if kind == "packed" else 2
-    left_shape, right_shape = _unflat(shape_of(left), flat), shape_of(right)
-    ranked = len(left_shape) == len(right_shape) and len(right_shape) in (
-        rank,
-        rank + 1,
-    )
-    sizes = _sizes(left_shape, right_shape, rank) if ranked else _NONE
+    """Sizes by their names, 1 where an operand has not the axes for them."""
+    left, right = operands_of(call)
+    rank = 3 if call.function == PACKED else 2
+    shapes = _unflat(shape_of(left), _flat_shape(call)), shape_of(right)
+    ranked = len(shapes[0]) == len(shapes[1]) and len(shapes[1]) in (rank, rank + 1)
+    sizes = _sizes(*shapes, rank) if ranked else _NONE
     tiled = isinstance(left, MemrefTile)
-    operands = dict(stationary=left, moving=right)
+    return dict(
+        sizes,
+        left=left,
+        left_shape=shape_of(left),
+        right_shape=shapes[1],
+        ranked=ranked,
+        tiled=tiled,
+        odd_tile=_odd_tile(call, rank, left, right) if tiled and ranked else "",
+        out_shape=_out_shape(call, sizes, len(shapes[1]) > rank),
+        psum_shape=shape_of(call.psum),
+        generation=settings().target if _target(call) is None else _target(call),
+        **_dtypes(call, left, right),
+        **_bands(call, sizes),
+    )
+
+
+def _dtypes(call: SimpleNamespace, left: Any, right: Any) -> dict[str, Any]:
     dtypes: list[Any] = [getattr(x, "dtype", None) for x in (left, right)]
     known = all(dtype in FLOATS for dtype in dtypes)
-    size = call.tile_size if call.tile_size is not None else call.tile_shape
+    return dict(
+        odd_dtype=odd_dtype(dict(stationary=left, moving=right)),
+        dtypes=" and ".join(map(str, dtypes)),
+        alike=len(set(dtypes)) == 1,
+        acc=str(accumulator(*dtypes)) if known else "",
+        psum_dtype=str(getattr(call.psum, "dtype", None)),
+    )
+
+
+def _bands(call: SimpleNamespace, sizes: dict[str, Any]) -> dict[str, Any]:
+    kind = KINDS[call.function]
+    size = call.tile_shape if call.tile_size is None else call.tile_size
     odd = plan.odd_size(kind, size)
     band = plan.pair_of(size) if not odd else None
     band = band or default_size(kind, *_ints(sizes["k"], sizes["m"]))
     return dict(
-        sizes,
-        kind=kind,
-        left=left,
-        right=right,
-        left_shape=shape_of(left),
-        right_shape=right_shape,
-        ranked=ranked,
-        tiled=tiled,
-        odd_dtype=odd_dtype(operands),
-        dtypes=" and ".join(map(str, dtypes)),
-        alike=len(set(dtypes)) == 1,
-        acc=str(accumulator(*dtypes)) if known else "",
         odd_size=odd,
         both_sizes=call.tile_size is not None and call.tile_shape is not None,
         band=band,
         odd_position=plan.odd_positions(call.tile_position, band, sizes["tiles"]),
-        odd_tile=_odd_tile(call, rank, left, right) if tiled and ranked else "",
-        out_shape=_out_shape(call, sizes, len(right_shape) > rank),
-        psum_shape=shape_of(call.psum),
-        psum_dtype=str(getattr(call.psum, "dtype", None)),
-        generation=settings().target if _target(call) is None else _target(call),
     )
 
 
@@ -126,11 +130,11 @@ def _odd_tile(call: SimpleNamespace, rank: int, left: Any, right: Any) -> str:
         if not isinstance(x, MemrefTile):
             continue
         if x.axis != int(stacked):
-            rows = "result" if name == "psum" else "k"
-            return f"the axis of its {rows}, {name} on {int(stacked)}, got {x.axis}"
+            rows = "rows of the result" if name == "psum" else "k"
+            return f"{name} must lie on axis {int(stacked)}, the {rows}, got {x.axis}"
         if x.buffer != ("psum" if name == "psum" else "sbuf"):
             wanted = "PSUM" if name == "psum" else "SBUF: to_sbuf() copies it there"
-            return f"{name} in {wanted}"
+            return f"{name} must lie in {wanted}"
     return ""
 
 

@@ -157,7 +157,7 @@ row(
 row(
     "tile",
     ALL,
-    "a tile must lie on {odd_tile}",
+    "{odd_tile}",
     lambda c: c.odd_tile,
     example=lambda function: (
         example_tiles(function)
