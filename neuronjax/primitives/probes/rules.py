@@ -13,7 +13,7 @@ from neuronjax.kernels.hw_ubench.plan import PARTITIONS
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size, all_or_none_tiles, told
 from neuronjax.primitives.hints import only_hints
-from neuronjax.primitives.kinds import is_flag
+from neuronjax.primitives.kinds import described, is_flag
 from neuronjax.primitives.probes import plan
 from neuronjax.primitives.probes.facts import (
     COLUMN,
@@ -131,8 +131,11 @@ row(
 row(
     "flag",
     ALL,
-    "transpose must be True or False, known while tracing, got {transpose}",
-    lambda c: not is_flag(c.transpose),
+    "transpose must be True or False, known while tracing, got {shown_transpose}",
+    told(
+        "shown_transpose",
+        lambda c: "" if is_flag(c.transpose) else described(c.transpose),
+    ),
     example=changed(transpose="yes"),
 )
 row(
