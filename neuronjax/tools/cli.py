@@ -14,6 +14,7 @@ from neuronjax.tools.demo_commands import demo
 from neuronjax.tools.devices import start_devices
 from neuronjax.tools.draw_commands import draw
 from neuronjax.tools.errors import one_line_errors
+from neuronjax.tools.table_commands import table
 from neuronjax.tools.train_commands import train
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command()(train)
 app.command()(demo)
 app.command()(verify)
 app.command()(gradcheck)
+app.command()(table)
 _stderr = Console(stderr=True)
 
 
