@@ -77,6 +77,7 @@ from neuronjax.primitives.cross_entropy import (
 )
 from neuronjax.primitives.cumsum import cumsum as cumsum
 from neuronjax.primitives.expert_mlps import moe_tkg as moe_tkg
+from neuronjax.primitives.fused_linear import fused_linear as fused_linear
 from neuronjax.primitives.indices import (
     dynamic_elementwise_add as dynamic_elementwise_add,
 )

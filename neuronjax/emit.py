@@ -55,6 +55,9 @@ from neuronjax.primitives.cumsum import cum_sum_kernel as cum_sum_kernel
 from neuronjax.primitives.expert_mlps.emitter import (
     expert_mlps_kernel as expert_mlps_kernel,
 )
+from neuronjax.primitives.fused_linear import (
+    fused_linear_kernel as fused_linear_kernel,
+)
 from neuronjax.primitives.mlp import mlp_fused_add_kernel as mlp_fused_add_kernel
 from neuronjax.primitives.mlp import mlp_kernel as mlp_kernel
 from neuronjax.primitives.mlp import (

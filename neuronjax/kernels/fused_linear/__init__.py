@@ -1,0 +1,1 @@
+"""A linear layer with everything around it: the leaf of `FusedLinear`."""
