@@ -157,6 +157,7 @@ from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_
 from neuronjax.primitives.transpose import transpose as transpose
 from neuronjax.primitives.user_kernel import register_kernel as register_kernel
 from neuronjax.tools.gradcheck import gradcheck as gradcheck
+from neuronjax.tools.provenance import poison as poison
 from neuronjax.tools.trace import trace as trace
 from neuronjax.tools.transformations import (
     check_transformations as check_transformations,

@@ -6,7 +6,7 @@ function is traced again when they change, and nothing stale is ever reused.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -22,6 +22,8 @@ class Settings:
     target: str = "gen3"
     plain: bool = False
     fallback: bool = False
+    # Called with each macro: family, flat operands, params, outputs.
+    watch: Callable[..., None] | None = None
 
 
 _context = jax.make_user_context(Settings())
@@ -91,3 +93,10 @@ def plain() -> contextlib.AbstractContextManager[None]:
     wrong, run it so: if the fault stays, it is in the model; if not, in a kernel.
     """
     return _using(plain=True)
+
+
+def watching(
+    watch: Callable[..., None] | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Inside the `with` block `watch` is told of every macro; `None` tells nobody."""
+    return _using(watch=watch)

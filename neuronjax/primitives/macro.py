@@ -219,9 +219,12 @@ class MacroFamily:
         cast = dict(but=config.get(family.axis), over=config.get(family.over))
         leaves = uniform(*map(jnp.asarray, leaves), **cast)
         bag = tuple(sorted(config.items()))
-        return tuple(
-            self.macro_p.bind(*leaves, name=name, config=bag, tree=tree, axes=())
-        )
+        params: dict[str, Any] = dict(name=name, config=bag, tree=tree)
+        outs = tuple(self.macro_p.bind(*leaves, **params, axes=()))
+        watch = settings().watch
+        if watch is not None:
+            watch(self, leaves, params, outs)
+        return outs
 
     def served(self, config: Mapping[str, Any]) -> "MacroFamily":
         """The family whose axes and refusals hold: of `BIRKernel` that of its leaf."""
