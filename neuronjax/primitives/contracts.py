@@ -197,7 +197,7 @@ def contracted(
     return mark
 
 
-def can(op: str | Callable, *args: Any, **kwargs: Any) -> Report:
+def can(op: str | Callable, /, *args: Any, **kwargs: Any) -> Report:
     """Says before tracing whether a call keeps every rule.
 
     Args:
