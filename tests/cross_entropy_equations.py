@@ -60,7 +60,8 @@ def loss_and_gradient(
     x = np.where(counts[:, None], x, 0)
     losses, lse = token_losses(x, places, eps, z_loss)
     each = share * losses
-    label = (1 - eps) * np.eye(x.shape[1])[places] + eps / x.shape[1]
+    label = places[:, None] == np.arange(x.shape[1])
+    label = (1 - eps) * label + eps / x.shape[1]
     softmax = np.exp(x - lse[:, None])
     grad = share[:, None] * ((1 + 2 * z_loss * lse)[:, None] * softmax - label)
     return each if reduction == "none" else each.sum(), grad

@@ -12,6 +12,8 @@ from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax import emit
+from neuronjax.kernels.conv import products
+from neuronjax.kernels.conv.window import Window
 from tests import conv_equations as equations
 from tests.macro_case import error
 
@@ -74,6 +76,65 @@ def test_gradients_over_stride_dilation_and_padding(form, stride, dilation):
         for got, exact in zip(grads, wanted, strict=True):
             assert got.dtype == jnp.float32 and got.shape == exact.shape
             assert error(got, exact) < 2e-6, moves
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "moves",
+    [
+        dict(stride=1, padding=(2, 2)),
+        dict(stride=2, padding=(0, 3), dilation=3),
+        dict(stride=10, padding=(4, 6), dilation=2),
+        dict(stride=3, padding=(9, 0)),
+    ],
+    ids=str,
+)
+def test_gradients_by_products_of_a_sample(moves, batch, monkeypatch):
+    """R-40: the form of large convolutions, also where taps read padding alone."""
+    monkeypatch.setattr(products, "COLUMNS", 1)
+    monkeypatch.setattr(products, "RESULTS", 1)
+    x, w = drawn((batch, 3, 13), (3, 3, 4))
+    assert products.by_products(jnp.asarray(x), jnp.asarray(w), Window(**moves))
+
+    @jax.jit
+    def pulled(x, w):
+        out, pull = jax.vjp(lambda x, w: neuronjax.conv1d(x, w, **moves), x, w)
+        return pull(jnp.cos(out))
+
+    sums = equations.conv1d(x, w, **moves)
+    wanted = equations.conv1d_grads(np.cos(sums), x, w, **moves)[:2]
+    for got, exact in zip(pulled(x, w), wanted, strict=True):
+        assert got.dtype == jnp.float32 and error(got, exact) < 2e-6
+    mapped = jax.vmap(lambda x: pulled(x, w))(jnp.stack([x, 2 * x]))
+    alone = [jnp.stack(g) for g in zip(pulled(x, w), pulled(2 * x, w), strict=True)]
+    for got, one in zip(mapped, alone, strict=True):
+        assert error(got, one) < 2e-6
+
+
+def test_products_of_a_sample_have_second_derivatives(monkeypatch):
+    monkeypatch.setattr(products, "COLUMNS", 1)
+    monkeypatch.setattr(products, "RESULTS", 1)
+
+    def call(*arrays):
+        out = neuronjax.conv1d(*arrays, padding=(1, 2), activation_fn="SiLU")
+        return jnp.sum(jnp.sin(out))
+
+    with jax.enable_x64(True):
+        arrays = drawn((2, 2, 5), (2, 2, 3), dtype="float64")
+        check_grads(jax.jit(call), arrays, 2, modes=("rev",), eps=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "by_products"),
+    [
+        ((2, 8, 300), (3, 8, 64), True),
+        ((2, 8, 300), (3, 8, 63), False),
+        ((2, 8, 200), (3, 8, 64), False),
+        ((1, 64, 4096), (100, 64, 64), False),
+    ],
+)
+def test_products_are_taken_where_they_are_faster_and_fit(x, w, by_products):
+    assert products.by_products(jnp.zeros(x), jnp.zeros(w), Window()) == by_products
 
 
 @pytest.mark.parametrize("form", FORMS)

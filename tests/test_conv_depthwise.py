@@ -78,6 +78,27 @@ def test_the_cases_take_every_way_through_the_kernel():
     assert any(taps > 128 for *_, taps, _, _ in CASES)
 
 
+def test_taps_that_read_padding_alone():
+    """Windows that begin or end outside of the image, wider than it is."""
+    for width, taps, padding in ((2, 3, (5, 0)), (2, 3, (0, 6)), (1, 5, (4, 4))):
+        x, w = drawn((1, 2, 1, width), (2, 1, 1, taps))
+        out, pull = jax.vjp(lambda x, w, p=padding: call(x, w, padding=p), x, w)
+        exact = equations.depthwise(x, w, padding=padding)
+        assert error(out, exact) < 1e-6
+        wanted = equations.depthwise_grads(np.cos(exact), x, w, padding=padding)
+        for got, gradient in zip(pull(jnp.cos(out)), wanted, strict=True):
+            assert error(got, gradient) < 2e-6
+
+
+def test_no_padded_copy_of_the_image_is_stored():
+    """Each shifted copy is read in place, forward; the gradient stores one of them."""
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 64, 1, 4096), (64, 1, 1, 4))
+    ]
+    found = jax.jit(lambda x, w: call(x, w, padding=(3, 0))).lower(*shapes).compile()
+    assert found.memory_analysis().temp_size_in_bytes < 64 * 4096
+
+
 def test_filters_stay_with_their_channel():
     """R-41."""
     x = jnp.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]).reshape(1, 2, 1, 3)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import neuronjax
+from neuronjax.kernels.conv import products
 from neuronjax.sharding import (
     make_mesh,
     sharded_conv1d,
@@ -114,6 +115,33 @@ def test_a_plain_jit_splits_the_columns_of_an_auto_mesh(form):
     call = functools.partial(neuronjax.emit.conv1d_kernel, form=form, **OPTIONS)
     assert collectives(call, x, w, bias) == {}
     assert error(jax.jit(call)(x, w, bias), call(*conv_arrays())) < 1e-6
+
+
+@pytest.mark.parametrize("form", ["fast", "stacked"])
+@pytest.mark.parametrize(("batch", "channels"), [("data", None), ("data", "lnc")])
+def test_an_explicit_mesh_divides_the_bare_macro(batch, channels, form):
+    """R-50: batch and columns, without a wrapper, forward and backward."""
+    mesh, arrays = make_mesh(data=2, lnc=2, explicit=True), conv_arrays()
+    specs = P(batch), P(None, None, channels), P(channels)
+    call = functools.partial(neuronjax.emit.conv1d_kernel, form=form, **OPTIONS)
+    with jax.set_mesh(mesh):
+        own = placed(mesh, arrays, specs)
+        out = jax.jit(call)(*own)
+        got = jax.jit(jax.grad(loss(call), (0, 1, 2)))(*own)
+    assert tuple(jax.typeof(out).sharding.spec)[:2] == (batch, channels)
+    wanted = call(*arrays), *jax.grad(loss(call), (0, 1, 2))(*arrays)
+    for a, b in zip((out, *got), wanted, strict=True):
+        assert error(a, b) < 2e-6
+
+
+def test_samples_of_a_divided_batch_are_not_gathered(monkeypatch):
+    """The loop over samples is for one device: each takes its own in one step."""
+    monkeypatch.setattr(products, "COLUMNS", 1)
+    monkeypatch.setattr(products, "RESULTS", 1)
+    mesh = make_mesh(data=2)
+    x, w, bias = placed(mesh, conv_arrays(), (P("data"), P(), P()))
+    grads = jax.grad(loss(functools.partial(neuronjax.conv1d, **OPTIONS)), (0, 1))
+    assert "all-gather" not in collectives(grads, x, w, bias)
 
 
 def test_what_a_mesh_cannot_divide_is_refused():

@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax import emit
+from neuronjax.kernels.cross_entropy import tokens
 from tests.cross_entropy_equations import loss_and_gradient, token_losses
 
 TARGETS = np.array([3, 0, -100, 10, 6], np.int32)
@@ -79,6 +80,32 @@ def test_a_chunk_changes_rounding_alone(dtype, chunk):
     wanted = token_losses(x, y)
     np.testing.assert_allclose(loss, wanted[0], 2e-6, 2e-6)
     np.testing.assert_allclose(lse, wanted[1], 2e-6, 2e-6)
+
+
+@pytest.mark.parametrize("columns", [8, 12, 13, 34, 39])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_long_rows_are_summed_by_parts(options, columns, monkeypatch):
+    """At once, in 2, 3 or 5 parts that are even, or in a loop where there are none."""
+    sizes = dict(LONGEST=8, PARTS=4, WIDE_CHUNK=5)
+    for name, size in sizes.items():
+        monkeypatch.setattr(tokens, name, size)
+    x, y = drawn(columns=columns), np.where(TARGETS > 7, 7, TARGETS)
+
+    def loss(x):
+        return neuronjax.cross_entropy(x, y, **options)
+
+    got = jax.jit(lambda x: jax.value_and_grad(loss)(x))(x)
+    for a, b in zip(got, loss_and_gradient(x, y, **options), strict=True):
+        np.testing.assert_allclose(a, b, 2e-5, 2e-6)
+    assert tokens._parts(jnp.zeros((2, columns))) == {8: 1, 12: 2}.get(columns, 0)
+
+
+def test_the_exponentials_are_computed_once():
+    """Value and gradient in one program: the backward reads those of the forward."""
+    grad = jax.jit(jax.value_and_grad(lambda x, y: neuronjax.cross_entropy(x, y)))
+    text = grad.lower(jnp.zeros((64, 1000)), jnp.zeros(64, jnp.int32)).compile()
+    wide = [line for line in text.as_text().splitlines() if " exponential(" in line]
+    assert sum("64,1000" in line for line in wide) == 1
 
 
 @pytest.mark.parametrize("chunk", [2, 6])

@@ -166,6 +166,50 @@ def test_tokens_over_an_automatic_mesh_need_no_wrapper():
     assert "all-gather" not in program(grad, split, w).counts()
 
 
+@pytest.mark.parametrize("tokens", [P(), P("data")])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_an_explicit_mesh_divides_the_bare_loss(options, tokens):
+    """R-50: its vocabulary, its tokens or both, without a wrapper."""
+    mesh = make_mesh(data=2, tensor=2, explicit=True)
+    x, y = drawn(12, 12), TARGETS.ravel()
+    given = flat(options)
+
+    def loss(x, y):
+        return neuronjax.cross_entropy(x, y, **given)
+
+    with jax.set_mesh(mesh):
+        spec = NamedSharding(
+            mesh, P(*tokens, "tensor") if tokens else P(None, "tensor")
+        )
+        own = jax.device_put(x, spec), jax.device_put(y, NamedSharding(mesh, tokens))
+        got = jax.jit(jax.value_and_grad(loss))(*own)
+    wanted = loss_and_gradient(x, y, **given)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("columns", [None, "tensor"])
+@pytest.mark.parametrize("block_size", [2, 3, 8, 256])
+def test_an_explicit_mesh_divides_the_bare_loss_of_factors(block_size, columns):
+    """R-50: every device cuts its own tokens into even blocks, of one row at least."""
+    mesh = make_mesh(data=4, tensor=2, explicit=True)
+    x, w, y = drawn(16, 5), drawn(5, 12), np.arange(16, dtype=np.int32) % 12
+
+    def loss(x, w, y):
+        return neuronjax.linear_cross_entropy(x, w, y, block_size=block_size)
+
+    with jax.set_mesh(mesh):
+        specs = P("data"), P(None, columns), P("data")
+        own = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip((x, w, y), specs, strict=True)
+        ]
+        got = jax.jit(jax.value_and_grad(loss, (0, 1)))(*own)
+    wanted = linear_loss_and_gradients(x, w, y)
+    for a, b in zip(jax.tree.leaves(got), wanted, strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 5e-6)
+
+
 def test_logits_over_an_automatic_mesh_are_not_gathered():
     mesh = make_mesh(data=2, tensor=4)
     x, y = drawn(16, 12), np.arange(16, dtype=np.int32) % 12

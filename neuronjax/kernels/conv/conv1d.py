@@ -9,8 +9,9 @@ float64; `y` is rounded once. The form "fast" is XLA's convolution with channels
 16 ms on two cores for 4 x 64 to 256 channels, 4096 positions, 5 taps, of which the
 arithmetic alone takes 14; one product of all taps takes as long. Backward it is two
 products a sample where these are large (32 ms against 53 of XLA's transposed
-convolutions). "stacked" runs the matmuls of the K-replication plan. All add the same
-products.
+convolutions). "stacked" runs the matmuls of the K-replication plan, and so does "fast"
+where an explicit mesh divides the output channels: a convolution has no type for that.
+All add the same products.
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ from neuronjax.kernels.conv.products import by_products, products_bwd
 from neuronjax.kernels.conv.stacked import stacked_bwd, stacked_fwd
 from neuronjax.kernels.conv.window import Window
 from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.shard_common import shards
 
 Input = Float[Array, "batch d_in length"]
 Filters = Float[Array, "taps d_in d_out"]
@@ -93,14 +95,14 @@ def conv1d_bwd(
 
 
 def _sums(x, filters, window: Window, form: str, cores: int):
-    if form == "stacked":
+    if form == "stacked" or shards(filters, 2) > 1:
         return stacked_fwd(x, filters, window=window, cores=cores)
     return _channels_last(x, filters, window)
 
 
 def _pulled(d_sums, x, filters, window: Window, form: str, cores: int):
     """The cotangents of `x` and `filters`, given that of the sums."""
-    if form == "stacked":
+    if form == "stacked" or shards(filters, 2) > 1:
         return stacked_bwd(d_sums, x, filters, window=window, cores=cores)
     if by_products(x, filters, window):
         return products_bwd(d_sums, x, filters, window=window)

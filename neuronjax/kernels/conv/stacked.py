@@ -58,7 +58,7 @@ def stacked_bwd(
             ]
         )
         for i, w in enumerate(core):
-            d_windows[i] += jnp.einsum("ro,bol->brl", w, d_own)
+            d_windows[i] += contract("ro,bol->brl", w, d_own, like=windows[i])
     return pull_x(d_windows)[0], pull_filters(d_weights)[0]
 
 

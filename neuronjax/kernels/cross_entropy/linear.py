@@ -29,7 +29,7 @@ from neuronjax.kernels.cross_entropy.tokens import (
     token_loss,
 )
 from neuronjax.kernels.dtypes import accumulator, promoted
-from neuronjax.kernels.shard_common import contract, uniform
+from neuronjax.kernels.shard_common import contract, shards, uniform
 
 # Tokens of a block, and its logits: 256 rows of 32000 in float32 are 32 MB.
 ROWS, LOGITS = 256, 256 * 2**16
@@ -172,11 +172,14 @@ def _over_blocks(
     every device has its part of every block. Tokens that fill up the last are zeros,
     whose coefficients and cotangents are zeros too.
     """
-    tokens = arrays[0].shape[0]
+    tokens, parts = arrays[0].shape[0], shards(arrays[0], 0)
     count, size = -(-tokens // rows), rows
     if isinstance(tokens, int):
         if count <= 1:
             return block(carry, *arrays)
+        if parts > 1:  # every device cuts its own tokens, evenly
+            own = tokens // parts
+            count = next((n for n in range(count, own) if own % n == 0), own)
         size = -(-tokens // count)
     spare = size * count - tokens
     even = isinstance(spare, int) and spare == 0

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from neuronjax.kernels.dtypes import accumulator
-from neuronjax.kernels.shard_common import is_divided
+from neuronjax.kernels.shard_common import is_divided, shards
 
 # Columns of narrow logits that are widened at a time, and of wide ones where a loop is
 # needed. XLA's CPU backend sums up to LONGEST entries of a row on all cores; of longer
@@ -165,7 +165,11 @@ def target_logit(
     *,
     by_bits: bool = True,
 ) -> Float[Array, "*tokens"]:
-    """The logit of each target; that of a class at the edge where there is none."""
+    """The logit of each target; where there is none, that of some class or 0."""
+    if shards(logits, -1) > 1:  # a gather has no type for columns that a mesh divides
+        here = targets[..., None] == lax.iota(jnp.int32, logits.shape[-1])
+        picked = jnp.where(here, logits, jnp.zeros((), logits.dtype))
+        return jnp.sum(picked.astype(accumulator(logits.dtype)), axis=-1)
     held = _bits(logits) if by_bits else logits
     place = jnp.clip(targets, 0, logits.shape[-1] - 1)[..., None]
     picked = jnp.take_along_axis(held, place, -1, mode="promise_in_bounds")[..., 0]

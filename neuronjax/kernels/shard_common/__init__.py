@@ -5,6 +5,7 @@ from neuronjax.kernels.shard_common.casts import settled as settled
 from neuronjax.kernels.shard_common.casts import uniform as uniform
 from neuronjax.kernels.shard_common.casts import varying as varying
 from neuronjax.kernels.shard_common.divided import is_divided as is_divided
+from neuronjax.kernels.shard_common.divided import shards as shards
 from neuronjax.kernels.shard_common.groups import Group as Group
 from neuronjax.kernels.shard_common.groups import all_reduce as all_reduce
 from neuronjax.kernels.shard_common.groups import channel_count as channel_count

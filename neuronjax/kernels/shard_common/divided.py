@@ -17,3 +17,11 @@ def is_divided(x: jax.Array) -> bool:
         if math.prod(size for kind, size in axes if kind != AxisType.Manual) > 1:
             return True
     return False
+
+
+def shards(x: jax.Array, axis: int) -> int:
+    """Into how many parts an explicit mesh divides an axis of `x`; 1 on any other."""
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[axis] if len(sharding.spec) == x.ndim else None
+    names = (names,) if isinstance(names, str) else tuple(names or ())
+    return math.prod(sharding.mesh.shape[name] for name in names)
