@@ -109,11 +109,13 @@ def _product(normed: jax.Array, ops: Operands) -> jax.Array:
 
 def _product_bwd(dz: jax.Array, scale: jax.Array, ops: Operands) -> jax.Array:
     """The cotangent of the normed rows: `(dz * scale) @ w^T`."""
-    dtype = _factor(ops)
+    dtype, dz = _factor(ops), dz * scale
     if is_fp8(ops.w.dtype):
-        return scaled_linear_bwd(dz, ops.w, scale, dtype=dtype)
+        # That function's own scale is a constant; this one has a derivative.
+        one = jnp.ones((), dz.dtype)
+        return scaled_linear_bwd(dz, ops.w, one, dtype=dtype)
     rows, like = _letters(dz.ndim - 1), ops.x.astype(dtype)
-    factors = (dz * scale).astype(dtype), ops.w.astype(dtype)
+    factors = dz.astype(dtype), ops.w.astype(dtype)
     return contract(f"{rows}y,xy->{rows}x", *factors, like=like)
 
 

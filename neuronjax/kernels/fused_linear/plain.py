@@ -53,10 +53,9 @@ def fused_linear_plain_bwd(*args, name: str, **config: Any) -> tuple[jax.Array, 
     moved = {key: getattr(ops, key) for key in linear}
     grads, d_applied = jax.vjp(apply, moved, stats)[1](dz)
     if stats:
-        (wide,) = jax.vjp(lambda x: _statistics(x, opts, stats), _wide(ops))[1](
-            tuple(a + b for a, b in zip(d_applied, d_more, strict=False))
-        )
-        grads["x"] = grads["x"] + wide.astype(ops.x.dtype)
+        d_stats = [a + b for a, b in zip(d_applied, d_more, strict=False)]
+        more = _pull_statistics(_wide(ops), stats, d_stats)
+        grads["x"] = grads["x"] + more.astype(ops.x.dtype)
     if ops.residual is not None:
         grads["residual"] = d_out.astype(ops.residual.dtype)
     return tuple(grads[key] for key in live)
@@ -70,16 +69,25 @@ def _wide(ops: Operands) -> jax.Array:
     return ops.x.astype(accumulator(_factor(ops)))
 
 
-def _statistics(x: jax.Array, opts: Options, known: tuple = ()) -> tuple:
-    """The norm's statistics; `known` ones stand in their own derivatives."""
+def _statistics(x: jax.Array, opts: Options) -> tuple:
+    """The norm's statistics."""
     if opts.norm == "none":
         return ()
-    mean = ()
-    if opts.norm == "layer":
-        mean = (jnp.mean(x, -1, keepdims=True),)
-    shift = known[0] if mean and known else mean[0] if mean else 0.0
-    square = jnp.mean((x - shift) ** 2, -1, keepdims=True)
+    mean = (jnp.mean(x, -1, keepdims=True),) if opts.norm == "layer" else ()
+    square = jnp.mean((x - mean[0] if mean else x) ** 2, -1, keepdims=True)
     return *mean, 1 / jnp.sqrt(square + opts.eps)
+
+
+def _pull_statistics(x: jax.Array, stats: tuple, d_stats: list) -> jax.Array:
+    """The cotangent of `x`, given those of its stored statistics."""
+    (*mean, rstd), (*d_mean, d_rstd) = stats, d_stats
+    # rstd = square**-0.5, square = mean(centred**2).
+    d_square = -0.5 * rstd**3 * d_rstd
+    dx = d_square * 2 * (x - mean[0] if mean else x) / x.shape[-1]
+    if mean:
+        shift = d_mean[0] - jnp.sum(dx, -1, keepdims=True)
+        dx = dx + shift / x.shape[-1]
+    return dx
 
 
 def _pre_activation(ops: Operands, stats: tuple) -> jax.Array:
