@@ -191,6 +191,50 @@ def test_registering_again_replaces_the_kernel_everywhere():
         neuronjax.resolve_kernel_config("AgainBwd")
 
 
+def test_an_emitter_that_was_replaced_keeps_its_kernel_and_is_traced():
+    first = register("Replaced")
+    neuronjax.register_kernel("Replaced", lambda x: x + 1)
+    gradient = jax.grad(lambda x: first(x, GATE).sum())
+    assert neuronjax.trace(gradient, X).names == ("Replaced", "ReplacedBwd")
+    wanted = jax.grad(lambda x: gated(x, GATE).sum())(X)
+    np.testing.assert_allclose(gradient(X), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        jax.jit(lambda x: x * 2),
+        functools.partial(lambda x, *, times: x * times, times=2),
+        type("Twice", (), {"__call__": lambda self, x: x * 2})(),
+        lambda x, *more: sum(more, x) + x,
+    ],
+)
+def test_anything_that_is_called_can_be_registered(kernel):
+    emit = neuronjax.register_kernel("Called", kernel)
+    np.testing.assert_array_equal(emit(X), X * 2)
+    assert neuronjax.trace(jax.vmap(emit), X).names == ("Called",)
+
+
+def test_macros_may_stand_inside_a_kernel():
+    emit = neuronjax.register_kernel(
+        "Outer", lambda x: 2 * neuronjax.rms_norm(x, jnp.ones(3))
+    )
+    assert neuronjax.trace(emit, X).names == ("Outer",)
+    with neuronjax.lowering("composite"):
+        text = jax.jit(emit).lower(X).as_text()
+    assert "neuron.Outer" in text and "neuron.NeuronReduceMacro" in text
+    check_grads(jax.jit(emit), (X,), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+def test_float64_and_finite_differences_take_a_users_name():
+    register()
+    assert neuronjax.verify("GatedUnit") and neuronjax.verify("GatedUnitBwd")
+    assert neuronjax.gradcheck("GatedUnit")
+    wrong = functools.partial(register, "Wrong")
+    wrong(backward=lambda operands, y, dy, *, limit: (dy, dy, None))
+    assert not neuronjax.gradcheck("Wrong")
+
+
 def test_a_users_kernel_is_a_bir_kernel_too():
     register()
     call = lambda x: neuronjax.emit.bir_kernel("GatedUnit", x, GATE)[0].sum()  # noqa: E731

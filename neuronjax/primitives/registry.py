@@ -7,6 +7,8 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+
     from neuronjax.primitives.macro import MacroFamily
 
 
@@ -166,6 +168,8 @@ PREFIX_CACHING_NAMES = (
 USERS: dict[str, Entry] = {}
 
 FAMILIES: dict[str, MacroFamily] = {}
+# By primitive: also a user's family whose NAME another one has taken since.
+PRIMITIVES: dict[Primitive, MacroFamily] = {}
 _BUILT: dict[str, MacroFamily] = {}
 _VARIANTS: dict[str, MacroFamily] = {}
 
@@ -179,6 +183,7 @@ def declare(family: MacroFamily) -> None:
             _BUILT[name] = family
     _VARIANTS.update(dict.fromkeys(family.variants, family))
     FAMILIES[family.family] = family
+    PRIMITIVES[family.macro_p] = family
 
 
 def enter(entry: Entry) -> None:

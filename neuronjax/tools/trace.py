@@ -134,9 +134,9 @@ def _macros(
     jaxpr: Jaxpr, times: int, mesh: _Manual | None
 ) -> Iterator[tuple[JaxprEqn, MacroFamily, int, _Manual | None]]:
     for eqn in jaxpr.eqns:
-        family = registry.FAMILIES.get(eqn.primitive.name)
         # By identity: JAX has primitives of the same names, such as `reduce`.
-        if family is not None and eqn.primitive is family.macro_p:
+        family = registry.PRIMITIVES.get(eqn.primitive)
+        if family is not None:
             yield eqn, family, times, mesh
         if eqn.primitive.name == "shard_map":
             manual = frozenset(eqn.params["newly_manual_axes"])
@@ -150,7 +150,8 @@ def _macros(
 
 def _row(eqn: JaxprEqn, family: MacroFamily, mesh: _Manual | None) -> MacroRow:
     name, config = eqn.params["name"], eqn.params["config"]
-    entry = registry.resolve_kernel_config(name)
+    # A user's backward is gone when its NAME has been registered again without one.
+    entry = registry.find(name) or registry.Entry(name, "replaced", "generic")
     avals: list[Any] = [v.aval for v in eqn.invars]
     tiled = dict(config).get("is_tiled", entry.tiled)
     values = [*avals, *(v.aval for v in eqn.outvars)]
