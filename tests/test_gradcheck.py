@@ -1,5 +1,6 @@
 """`neuronjax.gradcheck`: a wrong derivative is found, whichever it is."""
 
+import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
@@ -50,6 +51,23 @@ def test_a_wrong_second_derivative_is_found(monkeypatch):
     monkeypatch.setattr(family, "backward", wrong)
     (row,) = gradcheck("NeuronReduceMacro").failed
     assert row.forward < 1e-8 and row.reverse < 1e-8 and row.second > 1e-3
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_a_users_kernel_is_checked_like_others(factor):
+    """The derivative of x**2 is 2 x."""
+
+    def gradient(operands, outs, cotangents):
+        return (factor * operands[0] * cotangents,)
+
+    neuronjax.register_kernel(
+        "CheckedSquare",
+        lambda x: x * x,
+        backward=gradient,
+        example=lambda dtype, batch: (jnp.arange(1, batch + 1).astype(dtype),),
+    )
+    report = gradcheck("CheckedSquare")
+    assert bool(report) == (factor == 2)
 
 
 def test_what_rounds_is_compared_with_its_plain_form():

@@ -1,5 +1,7 @@
 """`neuronjax.poison` names the macro that reads what it must not, and no other."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from neuronjax import emit
 from neuronjax.models.load import load_llama
 from tests.test_llama import CONFIG, weights
 from tests.test_moe_lm import TOKENS, model_of
+
+SMALL = dataclasses.replace(CONFIG, num_layers=2)
 
 
 def masked_sum(x, keep):
@@ -84,25 +88,26 @@ def test_the_layer_is_told_and_what_follows_is_not_blamed():
 
 @pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
 def test_a_llama_is_clean_in_prefill_decode_and_gradient(scan):
-    model = load_llama(CONFIG, weights(), scan_layers=scan)
+    model = load_llama(SMALL, weights(SMALL), scan_layers=scan)
+    compiled = jax.jit if scan else lambda f: f
     tokens = jax.random.randint(jax.random.key(0), (2, 5), 0, CONFIG.vocab_size)
     lengths = jnp.array([5, 3], jnp.int32)
     wanted, held = model.prefill(tokens, lengths, 8)
     wanted_next, _ = model.decode(tokens[:, :1], held)
     with neuronjax.poison() as report:
-        logits, cache = jax.jit(lambda t, n: model.prefill(t, n, 8))(tokens, lengths)
-        following, _ = jax.jit(model.decode)(tokens[:, :1], cache)
+        logits, cache = compiled(lambda t, n: model.prefill(t, n, 8))(tokens, lengths)
+        following, _ = compiled(model.decode)(tokens[:, :1], cache)
     assert report, str(report)
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(following, wanted_next, rtol=1e-5, atol=1e-5)
-    layers, heads = CONFIG.num_layers, CONFIG.num_kv_heads * CONFIG.head_dim
+    layers, heads = SMALL.num_layers, SMALL.num_kv_heads * SMALL.head_dim
     assert report.examined["AttentionTkgFwd"] == layers
     # Of twice 8 slots 5 and 3 are in use; keys and values of the rest are filled.
     assert report.filled["AttentionTkgFwd"] == layers * heads * 2 * (3 + 5)
 
 
 def test_a_gradient_is_examined_too():
-    model = load_llama(CONFIG, weights(), scan_layers=True)
+    model = load_llama(SMALL, weights(SMALL), scan_layers=True)
     tokens = jax.random.randint(jax.random.key(0), (1, 4), 0, CONFIG.vocab_size)
     graph, state = nnx.split(model)
 
@@ -112,8 +117,8 @@ def test_a_gradient_is_examined_too():
     with neuronjax.poison() as report:
         jax.jit(jax.grad(loss))(state)
     assert report, str(report)
-    assert report.examined["BackwardsAttention"] == CONFIG.num_layers
-    assert report.examined["MLPBwd"] == CONFIG.num_layers
+    assert report.examined["BackwardsAttention"] == SMALL.num_layers
+    assert report.examined["MLPBwd"] == SMALL.num_layers
 
 
 def test_a_model_of_experts_is_clean():

@@ -262,6 +262,34 @@ def test_a_name_alone_and_a_wrong_rival():
     assert not neuronjax.verify("CumSum", against=rival)
 
 
+def test_a_registered_kernel_of_a_users_own_is_a_name_like_others():
+    def decay(x, rate, *, power=2):
+        return x * jnp.exp(-rate * jnp.asarray(power, rate.dtype))
+
+    def operands(dtype, batch):
+        return normal(batch, 3, dtype=dtype), normal(3, dtype=dtype, seed=1)
+
+    emitter = neuronjax.register_kernel("VerifiedDecay", decay, example=operands)
+    x, rate = operands("float32", 4)
+    assert neuronjax.verify("VerifiedDecay")
+    assert neuronjax.verify(emitter, x, rate, power=3)
+
+    def mine(x, rate, power):
+        return x / jnp.exp(rate) ** power
+
+    def check(power):
+        report = neuronjax.verify(
+            lambda x, rate: mine(x, rate, power),
+            x,
+            rate,
+            against="VerifiedDecay",
+            power=3,
+        )
+        return bool(report)
+
+    assert check(3) and not check(2)
+
+
 def test_seeds_draw_other_numbers_by_the_same_recipe():
     family = neuronjax.primitives.registry.family_of("MLP")
     first, again, other = (
