@@ -178,8 +178,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no yaml, no mapping, or has a name that is no setting.
     """
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        words = "settings in a file need PyYAML: pip install 'neuronjax[train]'"
+        raise ImportError(words) from error
     path = Path(path)
     try:
         found = yaml.safe_load(path.read_text("utf-8"))

@@ -25,7 +25,7 @@ def terminal_curve(
     Example:
         >>> for line in terminal_curve([4.0, 3.0, 2.0, 1.0], width=4, height=2):
         ...     print(line)
-        4.00 ┤█▅
+        4.00 ┤█▃
         1.00 ┤██▆▁
     """
     if not losses:
