@@ -86,6 +86,9 @@ from neuronjax.primitives.indices import (
     find_nonzero_indices_with_count as find_nonzero_indices_with_count,
 )
 from neuronjax.primitives.indices import indexed_flatten as indexed_flatten
+from neuronjax.primitives.llama3_transformer import (
+    llama3_transformer as llama3_transformer,
+)
 from neuronjax.primitives.macro import Example as Example
 from neuronjax.primitives.mlp import mlp as mlp
 from neuronjax.primitives.moe_block_tkg import moe_block_tkg as moe_block_tkg
@@ -156,6 +159,9 @@ from neuronjax.primitives.topk_reduce import topk_reduce as topk_reduce
 from neuronjax.primitives.transformer_tkg import transformer_tkg as transformer_tkg
 from neuronjax.primitives.transpose import transpose as transpose
 from neuronjax.primitives.user_kernel import register_kernel as register_kernel
+from neuronjax.tools.diff import diff as diff
+from neuronjax.tools.export import ExportedProgram as ExportedProgram
+from neuronjax.tools.export import export as export
 from neuronjax.tools.gradcheck import gradcheck as gradcheck
 from neuronjax.tools.provenance import poison as poison
 from neuronjax.tools.trace import trace as trace

@@ -12,8 +12,10 @@ from rich.console import Console
 from neuronjax.tools.check_commands import gradcheck, verify
 from neuronjax.tools.demo_commands import demo
 from neuronjax.tools.devices import start_devices
+from neuronjax.tools.diff_command import diff
 from neuronjax.tools.draw_commands import draw
 from neuronjax.tools.errors import one_line_errors
+from neuronjax.tools.export.command import export
 from neuronjax.tools.table_commands import table
 from neuronjax.tools.train_commands import train
 
@@ -29,6 +31,8 @@ app.command()(train)
 app.command()(demo)
 app.command()(verify)
 app.command()(gradcheck)
+app.command()(export)
+app.command()(diff)
 app.command()(table)
 _stderr = Console(stderr=True)
 
