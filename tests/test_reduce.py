@@ -334,7 +334,7 @@ def test_explicit_meshes_that_split_kept_or_reduced_axes(spec):
     x = jnp.asarray(_draw(4, 6), "float32")
 
     def loss(x, op):
-        norm = None if op == "mul" else "rms"
+        norm = "rms" if op == "absmax" else None
         return (neuronjax.reduce(x, op, 1, norm=norm) ** 2).sum()
 
     ops = ("absmax", "mul", "sumsq")
