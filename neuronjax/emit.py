@@ -58,6 +58,9 @@ from neuronjax.primitives.expert_mlps.emitter import (
 from neuronjax.primitives.fused_linear import (
     fused_linear_kernel as fused_linear_kernel,
 )
+from neuronjax.primitives.llama3_transformer import (
+    llama3_transformer_kernel as llama3_transformer_kernel,
+)
 from neuronjax.primitives.mlp import mlp_fused_add_kernel as mlp_fused_add_kernel
 from neuronjax.primitives.mlp import mlp_kernel as mlp_kernel
 from neuronjax.primitives.mlp import (

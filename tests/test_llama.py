@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import neuronjax
 from neuronjax.models.cache import Cache
 from neuronjax.models.config import LlamaConfig
 from neuronjax.models.generation import _sample
@@ -195,3 +196,35 @@ def test_decoding_in_bfloat16_has_the_derivative_of_the_list_of_layers():
         got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
         assert np.any(wanted)
         np.testing.assert_allclose(got, wanted, atol=0.05 * np.abs(wanted).max())
+
+
+def test_the_fused_stack_is_the_model_in_one_macro(model):
+    """Logits, generated tokens, and the gradient; decoding stays a step of layers."""
+    fused = model.fused()
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, CONFIG.vocab_size)
+    np.testing.assert_allclose(fused(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    prompts = [[5, 9, 11], [7, 1, 2, 3, 4]]
+    made = [m.generate(prompts, max_tokens=6, eos_ids=()) for m in (fused, model)]
+    assert made[0] == made[1]
+    found = []
+    for one in (fused, model.stacked()):
+        graph, state = nnx.split(one)
+
+        def loss(state, graph=graph):
+            return jnp.sin(nnx.merge(graph, state)(tokens)).sum()
+
+        if one is fused:
+            seen = neuronjax.trace(jax.grad(loss), state)
+            names = ("Llama3Transformer", "Llama3TransformerBwd")
+            assert [seen.count(name) for name in (*names, "QKV")] == [1, 1, 0]
+        found.append(jax.tree.leaves(jax.jit(jax.grad(loss))(state)))
+    for got, wanted in zip(*found, strict=True):
+        assert jnp.linalg.norm(got - wanted) <= 1e-5 * jnp.linalg.norm(wanted)
+
+
+def test_a_fused_stack_is_built_stacked_and_refuses_other_layers():
+    model = Llama(CONFIG, fused_stack=True, rngs=nnx.Rngs(0))
+    assert model.scan_layers and not model.unstacked().fused_stack
+    quantized = neuronjax.quantize(Llama(CONFIG, rngs=nnx.Rngs(0)), "row-fp8")
+    with pytest.raises(ValueError, match="fused_stack needs layers that are Decoder"):
+        quantized.fused()

@@ -16,6 +16,7 @@ from neuronjax.kernels.linear import linear_fwd
 from neuronjax.kernels.stacked import layer_at
 from neuronjax.models.cache import Cache
 from neuronjax.models.config import DecoderConfig
+from neuronjax.models.fused_stack import filled, fused_layers, require_dense
 from neuronjax.models.generation import Generates, require_tokens
 from neuronjax.models.stacking import stack_layers, unstack_layers
 from neuronjax.nn.decoder_layer import DecoderLayer
@@ -31,6 +32,9 @@ class Llama(Generates, nnx.Module):
         config: its sizes.
         scan_layers: keep the layers' weights stacked and scan over them: the layer is
             traced and compiled once. Otherwise `layers` is a list of `DecoderLayer`s.
+        fused_stack: run all layers over whole sequences, in a call and in `prefill`, as
+            one macro, `Llama3Transformer`, whose backward keeps the input of each layer
+            alone. The layers are stacked then. Decoding is as without it.
         dtype: dtype of the computation; `None` keeps that of the parameters.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
@@ -41,11 +45,14 @@ class Llama(Generates, nnx.Module):
         config: DecoderConfig,
         *,
         scan_layers: bool = False,
+        fused_stack: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        scan_layers = scan_layers or fused_stack
         self.config, self.scan_layers, self.dtype = config, scan_layers, dtype
+        self.fused_stack = fused_stack
         table, names = (config.vocab_size, config.d_model), ("tensor", None)
         init = nnx.initializers.normal(0.02)
         self.embedding = parameter(init, table, names, rngs, param_dtype)
@@ -94,6 +101,8 @@ class Llama(Generates, nnx.Module):
             tokens: `[batch, seq]`; position 0 is the first column.
         """
         x, cos, sin = self._embed(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
+        if self.fused_stack:
+            return self._finished(fused_layers(self.layers, x, cos, sin))
         if self.scan_layers:
             graph, state = nnx.split(self.layers)
             x, _ = lax.scan(
@@ -140,12 +149,16 @@ class Llama(Generates, nnx.Module):
             self.config, tokens.shape[0], slots, dtype=x.dtype, stacked=self.scan_layers
         )
         start = jnp.zeros_like(lengths)
+        if self.fused_stack:
+            x, *kept = fused_layers(self.layers, x, cos, sin, output_kv=True)
+            layers = filled(empty.layers, *kept)
+        else:
 
-        def step(layer, x, cache):
-            x, key, value = layer.prefill(x, cos, sin)
-            return x, cache.write(key, value, start)
+            def step(layer, x, cache):
+                x, key, value = layer.prefill(x, cos, sin)
+                return x, cache.write(key, value, start)
 
-        x, layers = self._each(step, x, empty.layers)
+            x, layers = self._each(step, x, empty.layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
         return self._logits(last)[:, 0], Cache(layers, lengths)
 
@@ -184,9 +197,23 @@ class Llama(Generates, nnx.Module):
         layers = unstack_layers(self.layers, self.config.num_layers)
         return self._with(nnx.List(layers), scan_layers=False)
 
+    def fused(self) -> Self:
+        """The same model with `fused_stack`; shares all arrays that are stacked.
+
+        Raises:
+            ValueError: a layer is not attention and a dense MLP with plain weights and
+                norms, as experts and quantized layers are not.
+        """
+        require_dense(self.layers if self.scan_layers else self.layers[0])
+        stacked = self.stacked()
+        copy = stacked._with(stacked.layers, scan_layers=True)
+        copy.fused_stack = True
+        return copy
+
     def _with(self, layers, *, scan_layers: bool) -> Self:
         copy = nnx.merge(*nnx.split(self))
         copy.layers, copy.scan_layers = layers, scan_layers
+        copy.fused_stack = False
         return copy
 
     def _layers(self, scan_layers: bool, rngs: nnx.Rngs, types: dict[str, Any]):

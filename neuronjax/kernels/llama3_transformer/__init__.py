@@ -1,0 +1,1 @@
+"""The decoder stack of Llama 3 in prefill: every layer, forwards and backwards."""
