@@ -1,12 +1,13 @@
-"""The cotangents of a convolution over all channels as products of one sample each.
+"""A convolution over all channels, and its cotangents, as products of one sample each.
 
-With the windows of a sample as the rows of a matrix, `(k, c)` beside `(k, o)`:
+With the windows of a sample as the rows of a matrix:
 
+    sums[b, o, l] = sum over k, c of filters[(k, c), o] * windows[b, (k, c), l]
     d_filters[(k, c), o] = sum over b, l of windows[b, (k, c), l] * d_sums[b, o, l]
     d_windows[b, (k, c), l] = sum over o of filters[(k, c), o] * d_sums[b, o, l]
 
-and each row of `d_windows` is added where its tap had read. One sample's windows exist
-at a time: two products, which stay in the processor's cache.
+and each row of `d_windows` is added where its tap had read. In the backward the windows
+of one sample exist at a time: two products, which stay in the processor's cache.
 """
 
 from typing import Any
@@ -29,9 +30,12 @@ def by_products(
     x: Float[Array, "batch d_in length"],
     filters: Float[Array, "taps d_in d_out"],
     window: Window,
+    *,
+    at_once: bool = False,
 ) -> bool:
     """Whether products are the fast form here: large enough, and on one device.
 
+    The windows of a sample must fit, or `at_once` those of all, in half of that.
     A loop over samples that a mesh divides would bring all of them to every device.
     """
     taps, channels, columns = filters.shape
@@ -40,7 +44,21 @@ def by_products(
         return False
     results = window.results(x.shape[-1], taps)
     large = columns >= COLUMNS and results >= RESULTS
-    return large and taps * channels * results <= WINDOWS and not is_divided(x)
+    rows = taps * channels * (2 * x.shape[0] if at_once else 1)
+    return large and rows * results <= WINDOWS and not is_divided(x)
+
+
+def products_fwd(
+    x: Float[Array, "batch d_in length"],
+    filters: Float[Array, "taps d_in d_out"],
+    *,
+    window: Window,
+) -> Float[Array, "batch d_out out"]:
+    """The sums of the convolution: one product a sample, stored where it belongs."""
+    taps, channels, columns = filters.shape
+    weights = filters.reshape(taps * channels, columns).T
+    windows = jax.vmap(lambda rows: windows_of(rows, taps, window))(x)
+    return jnp.broadcast_to(weights, (x.shape[0], *weights.shape)) @ windows
 
 
 def products_bwd(
