@@ -231,6 +231,14 @@ def test_a_finished_run_is_never_written_over(straight, text):
     assert finished(straight.config.out) == before
 
 
+def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(text, tmp_path):
+    with pytest.raises(ValueError, match=r"step \d: the (loss|norm) is .*resume from"):
+        train(config(tmp_path, text, learning_rate=1e38, warmup=0, save_every=1))
+    left = finished(tmp_path)[-1]
+    assert left < 9
+    load_run(tmp_path, left)
+
+
 def test_one_run_writes_at_a_time(stopped, text):
     store = Store(Path(stopped) / "checkpoints", writing=True)
     with pytest.raises(ValueError, match="another run writes here"):
@@ -272,10 +280,11 @@ def test_the_command_trains_resumes_and_speaks(text, tmp_path):
     again = CliRunner().invoke(app, [*given, "--resume"])
     assert again.exit_code == 0, again.output
     assert "from step 6" in again.stderr and "step 8: loss" in again.stderr
-    bare = ["train", "--resume", "--out", str(folder), "--sample-tokens", "3"]
+    moved = folder.rename(tmp_path / "moved")
+    bare = ["train", "--resume", "--out", str(moved), "--sample-tokens", "3"]
     settled = CliRunner().invoke(app, bare)
     assert settled.exit_code == 0 and "step 8: loss" in settled.stderr
-    assert dataclasses.replace(load_run(folder)[1], data=1).steps == 8
+    assert dataclasses.replace(load_run(moved)[1], data=1).steps == 8
 
 
 def test_the_demo_shows_before_after_curve_and_macros(monkeypatch, tmp_path):

@@ -47,8 +47,9 @@ def _config(file: Path | None, given: dict[str, Any], resume: bool) -> TrainConf
     if resume:
         from neuronjax.tools.train.run import saved_config
 
-        values = saved_config(values.get("out", TrainConfig().out)) | values
-        values |= dict(out=values.get("out", TrainConfig().out))
+        # The folder that is read is the one that is written, wherever it once was.
+        out = values.get("out", TrainConfig().out)
+        values = saved_config(out) | values | dict(out=out)
     return TrainConfig(**values)
 
 

@@ -1,6 +1,7 @@
 """Training: steps, checkpoints and the log, from the start or from a checkpoint."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,8 @@ def train(
     Raises:
         ValueError: there are too few devices; `config.out` has a finished checkpoint
             and `resume` is False, or none and it is True; a setting that must stay has
-            changed; the text is too short; another process writes to `config.out`.
+            changed; the text is too short; another process writes to `config.out`; a
+            loss or a gradient is no finite number.
     """
     text = Text(config)
     if resume:
@@ -135,8 +137,19 @@ class _Run:
         values = {name: float(value) for name, value in metrics.items()}
         seconds = time.perf_counter() - start
         self.step += 1
+        self._require_finite(values)
         rate = self.config.batch * self.config.seq / seconds
         return Record(self.step, tokens_per_s=rate, **values)
+
+    def _require_finite(self, values: dict[str, float]) -> None:
+        """Stops before weights that are no numbers reach a checkpoint."""
+        for name, value in values.items():
+            if not math.isfinite(value):
+                place = f"{self.config.out}: step {self.step}"
+                raise ValueError(
+                    f"{place}: the {name} is {value}; resume from step "
+                    f"{self.store.steps[-1]} with a lower learning_rate"
+                )
 
     def _score(self) -> float | None:
         if not self._scored:
