@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax import emit
@@ -168,6 +170,16 @@ def test_mapped_macros_are_examined():
     with neuronjax.poison() as report:
         jax.jit(jax.vmap(LEAKY, (None, 0)))(X, keep)
     assert report.first.name == "LeakySum" and report.filled["LeakySum"] == 6
+
+
+def test_macros_of_every_device_are_examined():
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    specs = P(None, "data"), P()
+    local = jax.shard_map(LEAKY, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    with neuronjax.poison() as report:
+        jax.jit(local)(jnp.ones((5, 4)), KEEP)
+    assert report.examined["LeakySum"] == 2
+    assert [leak.elements for leak in report.leaks] == [2, 2]
 
 
 def test_a_block_in_which_nothing_ran_is_not_clean():

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import io
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ class Leak:
         name: the macro NAME.
         output: which of its outputs.
         layer: how many macros of this NAME had run before it: in the first call of a
-            model that has one a layer, the layer.
+            model that has one a layer, the layer. Each device of a `shard_map`, and
+            each element that `vmap` maps, counts as a run.
         elements: how many elements were bad.
         index: the first of them.
     """
@@ -47,6 +49,7 @@ class Poisoning:
         self.leaks: list[Leak] = []
         self.examined: collections.Counter[str] = collections.Counter()
         self.filled: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()  # devices report at the same time
 
     def record(
         self,
@@ -58,15 +61,16 @@ class Poisoning:
         filled: Any,
     ) -> None:
         """Enters one macro; what the traced program calls."""
-        layer = self.examined[name]
-        self.examined[name] += 1
-        self.filled[name] += int(filled)
-        for output, shape, count, first in zip(
-            outputs, shapes, np.asarray(counts), np.asarray(firsts), strict=True
-        ):
-            if count:
-                index = tuple(map(int, np.unravel_index(int(first), shape)))
-                self.leaks.append(Leak(name, output, layer, int(count), index))
+        with self._lock:
+            layer = self.examined[name]
+            self.examined[name] += 1
+            self.filled[name] += int(filled)
+            for output, shape, count, first in zip(
+                outputs, shapes, np.asarray(counts), np.asarray(firsts), strict=True
+            ):
+                if count:
+                    index = tuple(map(int, np.unravel_index(int(first), shape)))
+                    self.leaks.append(Leak(name, output, layer, int(count), index))
 
     @property
     def first(self) -> Leak | None:
