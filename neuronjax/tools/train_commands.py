@@ -112,6 +112,6 @@ def _summary(trained: Any) -> Text:
     scored = last.validation
     kept = "" if scored is None else f", {scored:.3f} on the text kept aside"
     return Text(
-        f"step {last.step}: loss {last.loss:.3f}{kept} nats a byte; "
+        f"step {last.step}: loss {last.loss:.3f} nats a byte{kept}; "
         f"{trained.config.out} has the checkpoints, log.jsonl and loss.png"
     )
