@@ -157,3 +157,28 @@ def test_each_layers_macro_is_lowered_once_in_the_decode_step(model):
     for name in ("QKV", "AttentionTkgFwd", "OutputProjection", "MLP"):
         assert text.count(f"func.func private @{name}(") == 1
         assert neuronjax.trace(step, state, cache).count(name) == 30
+
+
+@pytest.fixture(scope="module")
+def fused(checkpoint):
+    return load_llama(*checkpoint, scan_layers=True).fused()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_fused_stack_gives_the_same_logits_and_tokens(case, fused):
+    """All 30 layers are one macro in prefill; decoding is layer by layer."""
+    stored = _stored(case)
+    ids, wanted = stored["ids"].tolist(), stored["greedy"].tolist()
+    logits = np.asarray(nnx.jit(lambda m, t: m(t))(fused, _padded(stored["ids"])))[0]
+    last = logits[len(ids) - 1]
+    np.testing.assert_allclose(last, stored["last_logits"], atol=2e-3, rtol=0)
+    ends = (2,) if case.startswith("chat") else ()
+    (made,) = fused.generate([ids], max_tokens=len(wanted), eos_ids=ends)
+    assert made == wanted
+
+
+def test_the_fused_stack_is_one_macro(fused):
+    graph, state = nnx.split(fused)
+    tokens = jnp.zeros((1, GRAIN), jnp.int32)
+    seen = neuronjax.trace(lambda state: nnx.merge(graph, state)(tokens), state)
+    assert seen.count("Llama3Transformer") == 1 and seen.count("MLP") == 0
