@@ -85,8 +85,7 @@ def _examination(family: MacroFamily, *, name: str, config: Any, tree: Any) -> C
         with watching(None):
             leaves, outs = list(arrays[:n]), arrays[n:]
             clean = _filled(leaves, list(map(_is_nan, leaves)), 1.0)
-            exact, unseen = _unseen(plain, leaves, clean)
-            other = plain(_filled(leaves, list(map(_is_nan, leaves)), -2.0))
+            exact, other, unseen = _unseen(plain, leaves, clean)
             spoiled = [
                 jnp.where(hidden, jnp.asarray(jnp.nan, x.dtype), x)
                 if is_differentiable(x.dtype)
@@ -106,27 +105,30 @@ def _examination(family: MacroFamily, *, name: str, config: Any, tree: Any) -> C
 
 def _unseen(
     plain: Callable[[Arrays], list[Any]], leaves: Arrays, clean: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The plain outputs, and for each operand the elements that they do not depend on.
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The plain outputs, the same with other numbers for NaN, and what they do not see.
 
     A derivative of zero at two points makes a candidate; candidates of one operand
     whose values can be replaced without a change are unseen.
     """
     live = [i for i, x in enumerate(clean) if is_differentiable(x.dtype)]
-    exact, still = _without_derivative(plain, clean, live)
+    _, still = _without_derivative(plain, clean, live)
     _, nearby = _without_derivative(plain, _moved(clean, live), live)
     candidates = [jnp.zeros(x.shape, bool) for x in clean]
     for i, here, there in zip(live, still, nearby, strict=True):
         candidates[i] = here & there & ~_is_nan(leaves[i])
 
-    def is_free(operand: Any) -> Any:
+    # One loop body for all: two programs might differ in the last bit.
+    def changed(operand: Any) -> list[Any]:
         chosen = [c & (operand == i) for i, c in enumerate(candidates)]
-        outs = plain(_filled(clean, chosen, 3.0))
-        same = [jnp.all(_same(a, b)) for a, b in zip(outs, exact, strict=True)]
-        return jnp.all(jnp.stack(same))
+        given = [_is_nan(x) & (operand == len(clean)) for x in leaves]
+        return plain(_filled(_filled(clean, chosen, 3.0), given, -2.0))
 
-    free = lax.map(is_free, jnp.arange(len(clean), dtype=jnp.int32))
-    return exact, [c & free[i] for i, c in enumerate(candidates)]
+    every = lax.map(changed, jnp.arange(-1, len(clean) + 1, dtype=jnp.int32))
+    same = [_same(x[1:-1], x[:1]).reshape(len(clean), -1) for x in every]
+    free = jnp.all(jnp.concatenate(same, 1), 1)
+    unseen = [c & free[i] for i, c in enumerate(candidates)]
+    return [x[0] for x in every], [x[-1] for x in every], unseen
 
 
 def _without_derivative(
