@@ -58,10 +58,9 @@ def model_path(what: str) -> Path:
     try:
         return locate(what)
     except FileNotFoundError as error:
-        near = difflib.get_close_matches(
-            what, [*registry.examples(), *FUNCTIONS], n=3, cutoff=0.5
-        )
-        hint = f", near {', '.join(near)}" if near else ""
+        known = {name.lower(): name for name in (*FUNCTIONS, *registry.examples())}
+        near = difflib.get_close_matches(what.lower(), known, n=3, cutoff=0.5)
+        hint = f", near {', '.join(known[name] for name in near)}" if near else ""
         raise FileNotFoundError(
             f"{error}; nor is it a NAME or function{hint}"
         ) from None
