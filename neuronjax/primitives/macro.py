@@ -5,7 +5,6 @@ evaluation, lowering and batching all read, so the tiled/untiled split lives in 
 rules.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,73 +21,10 @@ from neuronjax.kernels.shard_common import uniform
 from neuronjax.primitives import registry
 from neuronjax.primitives.composite import composite
 from neuronjax.primitives.contracts import FOREIGN_NAME
+from neuronjax.primitives.table import DERIVATIVES
+from neuronjax.primitives.table import Example as Example
 
-# The columns of the transformation table.
-TRANSFORMATIONS = (
-    "jit",
-    "plain()",
-    "grad",
-    "jvp",
-    "hvp",
-    "grad of grad",
-    "vmap (0, 0, ..)",
-    "vmap (0, None, ..)",
-    "vmap (None, 0, ..)",
-    "vmap (1, 0, ..)",
-    "vmap of size 1",
-    "vmap of vmap",
-    "vmap of grad",
-    "grad of vmap",
-    "scan",
-    "remat",
-    "shard_map over 1",
-    "shard_map over 2",
-    "shard_map over 3",
-    "shard_map over 5",
-    "shard_map over 8",
-    "explicit sharding",
-    "export inline",
-    "export composite",
-    "export, symbolic batch",
-    "bfloat16",
-    "x64",
-    "donation",
-)
-# The transformations that a family without derivatives refuses.
-DERIVATIVES = (
-    "grad",
-    "jvp",
-    "hvp",
-    "grad of grad",
-    "vmap of grad",
-    "grad of vmap",
-    "remat",
-)
 Outputs = tuple[str, ...] | Callable[..., tuple[str, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """Small operands of one NAME, from which the transformation table is generated.
-
-    Attributes:
-        operands: what the family is called with (pytrees; `None` for an absent option).
-        config: the config bag.
-        split: for each array of `operands`, in order, the axis that a batch-parallel
-            mesh may split, or `None` for one that every device holds whole.
-        out_split: the same for each output.
-        axis: the mesh axis over which cores cooperate in the leaf: the operands are
-            those of all ranks, and `split` says how that axis divides them.
-        grows: for each array of `operands` the axis whose size follows `batch`; that
-            of `split` unless given.
-    """
-
-    operands: tuple[Any, ...]
-    config: Mapping[str, Any]
-    split: tuple[int | None, ...]
-    out_split: tuple[int | None, ...]
-    axis: str | None = None
-    grows: tuple[int | None, ...] | None = None
 
 
 class MacroFamily:
@@ -159,9 +95,7 @@ class MacroFamily:
         backward: Callable[..., tuple] | None = None,
         static: Callable[..., tuple] | None = None,
         tangent_leaf: Callable[..., tuple] | None = None,
-        differentiated: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: (
-            config
-        ),
+        differentiated: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         axis: str = "",
         over: str = "",
         guard: Sequence[str] = (),
@@ -173,7 +107,7 @@ class MacroFamily:
         no_derivative: str | None = None,
     ):
         self.family, self.names, self.guard = family, tuple(names), guard or names
-        self.foreign = foreign
+        self.foreign, self.no_derivative = foreign, no_derivative
         self.leaf, self.static, self.plain = leaf, static or leaf, plain
         self.tangent_leaf = tangent_leaf or leaf
         self.outputs, self.backward = outputs, backward
@@ -181,7 +115,6 @@ class MacroFamily:
         self.over, self.reemits = over, reemits
         self.example, self.variants, self.keyed = example, tuple(variants), keyed
         self.refuses = dict(refuses or {})
-        self.no_derivative = no_derivative
         if no_derivative is not None:
             self.refuses |= dict.fromkeys(DERIVATIVES, no_derivative)
         self._fun = functools.cache(self._build_fun)
@@ -401,8 +334,7 @@ class MacroFamily:
             for out, c in zip(outs, cotangents, strict=True)
             if _is_float(out)
         ]
-        _, pull = jax.vjp(live, *[primals[i] for i in wrt])
-        return pull(seeds)
+        return jax.vjp(live, *[primals[i] for i in wrt])[1](seeds)
 
     def _emit_backward(self, primals, outs, cotangents, wrt, tree, name, config):
         assert self.backward is not None

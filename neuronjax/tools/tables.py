@@ -10,8 +10,8 @@ import jax
 import neuronjax.emit  # noqa: F401  registers every family
 from neuronjax.primitives import registry
 from neuronjax.primitives.contracts import CONTRACTS, FOREIGN_NAME
-from neuronjax.primitives.macro import TRANSFORMATIONS as TRANSFORMATIONS
 from neuronjax.primitives.macro import MacroFamily
+from neuronjax.primitives.table import TRANSFORMATIONS as TRANSFORMATIONS
 
 
 def transformations_page() -> str:

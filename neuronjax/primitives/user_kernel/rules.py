@@ -7,7 +7,7 @@ from typing import Any
 
 from neuronjax.primitives import contracts, registry
 from neuronjax.primitives.contracts import Contract, told
-from neuronjax.primitives.macro import TRANSFORMATIONS
+from neuronjax.primitives.table import TRANSFORMATIONS
 from neuronjax.primitives.user_kernel.signature import Signature
 
 PUBLIC = "register_kernel"
@@ -40,8 +40,9 @@ def _owner(call: SimpleNamespace) -> str:
         return f"{name} is an operation inside leaves"
     if name in registry.USERS and not registry.USERS[name].emitter:
         return f"{name} is the backward of {name.removesuffix('Bwd')}"
-    if call.backward is not None and backward in registry.USERS:
-        return f"{backward} is another kernel" * bool(registry.USERS[backward].emitter)
+    own = registry.USERS.get(backward)
+    if call.backward is not None and own is not None and own.emitter:
+        return f"{backward} is another kernel"
     return ""
 
 
@@ -86,8 +87,7 @@ def _taken(word: str, signature: Signature) -> str:
     if word == "example":
         return "(dtype, batch)"
     if word == "backward":
-        settings = [f"{key}" for key in signature.settings]
-        return f"({', '.join(['operands, outs, cotangents', *settings])})"
+        return f"({', '.join(['operands, outs, cotangents', *signature.settings])})"
     return f"what the function takes, {signature.python}"
 
 
