@@ -3,6 +3,17 @@
 import contextlib
 
 
+def ask_for_devices(count: int) -> None:
+    """Asks for at least `count` CPU devices; in vain where jax has started already."""
+    import jax
+
+    now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if count > now:
+        # RuntimeError: a program that calls the command has started jax.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+
+
 def start_devices(count: int, option: str) -> None:
     """Asks for `count` CPU devices, which has to come before jax looks for devices.
 
@@ -16,11 +27,7 @@ def start_devices(count: int, option: str) -> None:
     """
     import jax
 
-    now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    if count > now:
-        # RuntimeError: a program that calls the command has started jax already.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
+    ask_for_devices(count)
     if len(jax.devices()) < count:
         raise ValueError(
             f"{option}: expected at most {len(jax.devices())}, which are all that "

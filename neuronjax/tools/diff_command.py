@@ -3,9 +3,9 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from neuronjax.tools.check_commands import ExampleDtype
+from neuronjax.tools.console import table_console
 from neuronjax.tools.errors import one_line_errors
 
 _SIDE = "a model as run takes it, or a NAME or function"
@@ -36,8 +36,7 @@ def diff(
             raise ValueError(
                 f"diff: expected two models or two macros, got {a} and {b}"
             )
-        # Where output is no terminal nothing says how wide it is.
-        console = Console() if Console().is_terminal else Console(width=200)
+        console = table_console(width=200)
         differences = []
         for title in first:
             found = compare(first[title], second[title])

@@ -1,16 +1,16 @@
 """`neuronjax table`: the transformation table of one NAME, of a user's own too."""
 
-import contextlib
 import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from neuronjax.tools.console import progress, table_console
+from neuronjax.tools.devices import ask_for_devices
 from neuronjax.tools.errors import one_line_errors
 
 # As many CPU devices as the largest cell of shard_map has.
@@ -41,14 +41,12 @@ def table(
         for name in names:
             registry.family_of(name)
         reports = []
-        with _progress(len(names) * len(only or ALL)) as done:
+        with progress("Checking", len(names) * len(only or ALL)) as done:
             for name in names:
                 step = _step(name, done)
                 reports.append(check_transformations(name, only, progress=step))
-        # Where output is no terminal nothing says how wide it is.
-        console = Console() if Console().is_terminal else Console(width=160)
         for report in reports:
-            console.print(report)
+            table_console().print(report)
         if not all(reports):
             raise typer.Exit(1)
 
@@ -57,11 +55,7 @@ def _start() -> None:
     """Eight devices, and programs that compile quickly: each runs once."""
     import jax
 
-    now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-    if now < DEVICES:
-        # RuntimeError: a program that calls the command has started jax already.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", DEVICES)
+    ask_for_devices(DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -84,28 +78,3 @@ def _load(source: str) -> None:
 
 def _step(name: str, done: Callable[[str], None]) -> Callable[[Any], None]:
     return lambda cell: done(f"{name}: {cell.transformation}")
-
-
-@contextlib.contextmanager
-def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error that tells the cell that was done last."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    stderr = Console(stderr=True)
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(
-        text, *columns, console=stderr, disable=not stderr.is_terminal
-    ) as bar:
-        task = bar.add_task("Checking", total=count)
-
-        def done(words: str) -> None:
-            bar.update(task, advance=1, description=words)
-
-        yield done

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.status import Status
 
 from neuronjax.tools.check_commands import ExampleDtype
+from neuronjax.tools.console import table_console
 from neuronjax.tools.errors import one_line_errors
 from neuronjax.tools.export import subjects
 from neuronjax.tools.export.exporting import PLATFORMS
@@ -120,9 +121,7 @@ def _write_weights(what: str, weights: pathlib.Path, dtype: str) -> None:
 def _tell(
     program: ExportedProgram, out: pathlib.Path, weights: pathlib.Path | None
 ) -> None:
-    # Where output is no terminal nothing says how wide it is.
-    console = Console() if Console().is_terminal else Console(width=160)
-    console.print(program)
+    table_console().print(program)
     lines = program.loader(out)
     if weights is not None:
         lines = lines.replace("import jax.export, ", "import jax.export, numpy, ")
