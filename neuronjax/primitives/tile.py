@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,44 @@ class MemrefTile:
     def to_sbuf(self) -> "MemrefTile":
         """The same tile in SBUF, where a result of PSUM is copied to be stored."""
         return dataclasses.replace(self, buffer="sbuf")
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """How `treescope` shows a tile: where its tensor lies, and its fields."""
+        from treescope import rendering_parts as parts
+
+        fields = dict(data=self.data, axis=self.axis, buffer=self.buffer)
+        children = [
+            parts.siblings_with_annotations(
+                f"{name}=",
+                subtree_renderer(value, path=path and f"{path}.{name}"),
+            )
+            for name, value in fields.items()
+        ]
+        note = parts.comment_color(parts.text(self._words()))
+        return parts.build_foldable_tree_node_from_children(
+            prefix=parts.siblings(
+                parts.maybe_qualified_type_name(MemrefTile),
+                "(",
+                parts.fold_condition(expanded=note),
+            ),
+            children=children,
+            suffix=")",
+            comma_separated=True,
+            path=path,
+        )
+
+    def _words(self) -> str:
+        """The tensor and where it lies; nothing of a spec in the place of an array."""
+        data_shape = getattr(self.data, "shape", ())
+        if len(data_shape) < 2:
+            return ""
+        sizes = ",".join(map(str, self.shape))
+        size = tile_bytes(data_shape, self.dtype)
+        return (
+            f"  # {self.dtype}[{sizes}]: axis {self.axis} on {data_shape[0]} "
+            f"partitions of {self.buffer}, {data_shape[1]} chunks, {size} bytes a "
+            "partition"
+        )
 
     @property
     def dtype(self) -> jnp.dtype:

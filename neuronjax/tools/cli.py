@@ -114,6 +114,13 @@ def trace(
         bool, typer.Option("--gradient", help="list those of the loss's gradient")
     ] = False,
     dtype: _DtypeOption = Dtype.float32,
+    html: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="write a page with table, graph and roofline"),
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="whose roofline: gen2, gen3 or gen4")
+    ] = "gen3",
 ) -> None:
     """Lists the macros of MODEL: of prefill and of one decode step."""
     with one_line_errors():
@@ -130,6 +137,11 @@ def trace(
         console = Console() if Console().is_terminal else Console(width=200)
         for title, table in tables.items():
             console.print(f"[bold]{title}[/bold]", table)
+        if html is not None:
+            from neuronjax.tools.html import report
+
+            words = f"Macros of {model}, {dtype.value}"
+            html.write_text(report(tables, title=words, target=target), "utf-8")
 
 
 @app.command("eval")

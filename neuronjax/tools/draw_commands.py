@@ -6,16 +6,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from neuronjax.tools.check_commands import ExampleDtype
 from neuronjax.tools.errors import one_line_errors
 
 draw = typer.Typer(
     help="Draws what sees what in attention, what travels in a ring, what fills the "
-    "array in a convolution or a probe.",
+    "array in a convolution or a probe, how a tensor lies in tiles, and which macro "
+    "reads which.",
     no_args_is_help=True,
 )
 
 _Out = Annotated[
-    pathlib.Path | None, typer.Option(help="write an image, such as mask.png")
+    pathlib.Path | None,
+    typer.Option(help="write an image, such as mask.png or mask.svg"),
 ]
 _Sink = Annotated[bool, typer.Option("--sink", help="one more logit of each head")]
 
@@ -165,6 +168,66 @@ def draw_probe(
         _show(picture, out)
 
 
+@draw.command("tile")
+def draw_tile(
+    shape: Annotated[str, typer.Argument(help="of the tensor, by commas")],
+    axis: Annotated[int, typer.Option(help="the one on the partitions")] = 0,
+    dtype: Annotated[str, typer.Option(help="of its elements")] = "float32",
+    buffer: Annotated[str, typer.Option(help="sbuf or psum")] = "sbuf",
+    target: Annotated[str, typer.Option(help="gen2, gen3 or gen4")] = "gen3",
+    element: Annotated[
+        str, typer.Option(help="coordinates of one to mark, by commas")
+    ] = "",
+    out: _Out = None,
+) -> None:
+    """Draws how a tensor lies in 128 partitions and chunks."""
+    with one_line_errors():
+        from neuronjax.tools.draw_tile import tile_picture
+
+        picture = tile_picture(
+            _numbers("SHAPE", shape),
+            axis,
+            dtype=dtype,
+            buffer=buffer,
+            generation=target,
+            element=_numbers("--element", element) or None,
+        )
+        _show(picture, out)
+
+
+@draw.command("graph")
+def draw_graph(
+    what: Annotated[
+        str, typer.Argument(help="a model as run takes it, or a NAME or function")
+    ],
+    seq: Annotated[int, typer.Option(min=1, help="tokens of a row, of a model")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="rows, of a model")] = 1,
+    gradient: Annotated[
+        bool, typer.Option("--gradient", help="draw that of the gradient")
+    ] = False,
+    dtype: Annotated[
+        ExampleDtype, typer.Option(help="of the operands")
+    ] = ExampleDtype.float32,
+    unfolded: Annotated[
+        bool, typer.Option("--unfolded", help="draw every layer, not the first for all")
+    ] = False,
+    out: Annotated[
+        pathlib.Path | None, typer.Option(help="write an image, such as graph.svg")
+    ] = None,
+) -> None:
+    """Draws which macro of a model, or of a NAME's example, reads whose results."""
+    with one_line_errors():
+        from neuronjax.tools.diff_tables import tables_of
+        from neuronjax.tools.draw_graph import GraphPicture, macro_graph
+
+        tables = tables_of(
+            what, dtype=dtype.value, seq=seq, batch=batch, gradient=gradient
+        )
+        folds = not unfolded
+        graphs = {k: macro_graph(v, fold_repeated=folds) for k, v in tables.items()}
+        _show(GraphPicture(graphs), out)
+
+
 def _show(picture, out: pathlib.Path | None) -> None:
     """Prints the picture, or writes it to a file."""
     if out is not None:
@@ -176,7 +239,7 @@ def _show(picture, out: pathlib.Path | None) -> None:
     if picture.width > console.width:
         raise ValueError(
             f"draw: a line has {picture.width} characters and the terminal "
-            f"{console.width}: --out mask.png writes an image"
+            f"{console.width}: --out with a file writes an image"
         )
     console.print(picture)
 

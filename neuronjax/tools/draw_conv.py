@@ -8,7 +8,7 @@ import numpy as np
 
 from neuronjax.kernels.conv.plan import PARTITIONS, ReplicationPlan
 from neuronjax.primitives.conv.plan import conv1d_plan
-from neuronjax.tools.picture import figure_module
+from neuronjax.tools.picture import figure_module, write_figure
 
 MOST_PASSES = 512
 ROWS = 4  # of the array, for a character
@@ -90,7 +90,7 @@ class ConvPicture:
         axes.set_title(self.title, loc="left", fontsize="medium", wrap=True)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write, such as `.png`.
+        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -99,7 +99,7 @@ class ConvPicture:
         size = (min(4 + 0.4 * len(self.plan.passes), 20), 5)
         figure = figure_module().Figure(figsize=size, layout="constrained")
         self.draw(figure.add_subplot())
-        figure.savefig(path, dpi=150)
+        write_figure(figure, path)
 
 
 def conv_picture(

@@ -8,7 +8,7 @@ import numpy as np
 
 from neuronjax.kernels.hw_ubench.plan import PARTITIONS, ProbePlan
 from neuronjax.primitives.probes.plan import probe_plan
-from neuronjax.tools.picture import figure_module
+from neuronjax.tools.picture import figure_module, write_figure
 
 MOST_PASSES = 48
 ROWS, COLUMNS = 8, 4  # of the array, for a character
@@ -106,7 +106,7 @@ class ProbePicture:
         axes.set_title(self.title, loc="left", fontsize="medium", wrap=True)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write, such as `.png`.
+        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -115,7 +115,7 @@ class ProbePicture:
         size = (min(1.5 + 1.8 * len(self.plan.passes), 60), 3)
         figure = figure_module().Figure(figsize=size, layout="constrained")
         self.draw(figure.add_subplot())
-        figure.savefig(path, dpi=150)
+        write_figure(figure, path)
 
 
 def probe_picture(

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from neuronjax.kernels.shard_common import Group, arriving
-from neuronjax.tools.picture import figure_module
+from neuronjax.tools.picture import figure_module, write_figure
 
 MOST_RANKS, MOST_CHANNELS = 128, 16
 _MOST_NUMBERS = 512  # in one table of an image
@@ -178,7 +178,7 @@ class RingPicture:
         axes.set_title(_WRITTEN, loc="left", fontsize="medium")
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write, such as `.png`.
+        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -190,7 +190,7 @@ class RingPicture:
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         self.draw(left)
         self.draw_arrival(right)
-        figure.savefig(path, dpi=150)
+        write_figure(figure, path)
 
 
 def ring_picture(

@@ -117,7 +117,7 @@ class Picture:
         axes.set_title(self.title, loc="left", fontsize="medium", wrap=True)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write, such as `.png`.
+        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -128,7 +128,16 @@ class Picture:
         size = (min(3.5 + 0.22 * columns, 16), min(1.5 + 0.22 * rows, 16))
         figure = module.Figure(figsize=size, layout="constrained")
         self.draw(figure.add_subplot())
-        figure.savefig(path, dpi=150)
+        write_figure(figure, path)
+
+
+def write_figure(figure: Any, path: str | pathlib.Path) -> None:
+    """Writes a figure: what an `.svg` says is text, and the same each time."""
+    from matplotlib import rc_context
+
+    svg = pathlib.Path(path).suffix == ".svg"
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "neuronjax"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if svg else None)
 
 
 def figure_module() -> Any:

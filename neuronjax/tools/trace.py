@@ -1,10 +1,14 @@
 """What a function emits: the table of its macros."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
+import functools
 import math
+import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from neuronjax.primitives import registry
 from neuronjax.primitives.macro import MacroFamily
+
+if TYPE_CHECKING:
+    from neuronjax.tools.draw_graph import MacroGraph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,7 @@ class MacroRow:
         vmapped: how many axes `vmap` added.
         flops: of the matrix products of one, each masked block counted as if it ran.
         bytes: of the operands and outputs of one.
+        dtype: the one that most bytes of the operands have.
     """
 
     name: str
@@ -42,13 +50,20 @@ class MacroRow:
     vmapped: int
     flops: int
     bytes: int
+    dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The macros of a function, in the order in which they first appear."""
+    """The macros of a function, in the order in which they first appear.
+
+    Attributes:
+        rows: one for all macros that are alike.
+        jaxpr: what was traced; the graph is read from it.
+    """
 
     rows: tuple[MacroRow, ...]
+    jaxpr: Jaxpr | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def count(self, name: str) -> int:
         """How often the macro NAME runs."""
@@ -63,6 +78,58 @@ class Trace:
     def flops(self) -> int:
         """Of all matrix products inside macros."""
         return sum(row.count * row.flops for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of the operands and outputs of all macros."""
+        return sum(row.count * row.bytes for row in self.rows)
+
+    @functools.cached_property
+    def graph(self) -> MacroGraph:
+        """Which macro's results reach which; `graph.save("graph.svg")` draws it.
+
+        Raises:
+            ValueError: the table was not made by `neuronjax.trace`.
+        """
+        from neuronjax.tools.draw_graph import macro_graph  # it reads this module
+
+        return macro_graph(self)
+
+    def to_html(
+        self,
+        path: str | pathlib.Path | None = None,
+        *,
+        title: str = "Macros",
+        target: str | None = None,
+    ) -> str:
+        """One HTML page: the table, which can be sorted, the graph, and the roofline.
+
+        The page needs no network and follows the reader's light or dark theme.
+
+        Args:
+            path: the file to write, if any.
+            title: of the page.
+            target: whose roofline: `"gen2"`, `"gen3"` or `"gen4"`; that of
+                `neuronjax.target` unless given.
+
+        Returns:
+            The page.
+
+        Raises:
+            ValueError: there is no such target.
+        """
+        from neuronjax.tools.html import report  # a picture only
+
+        page = report({"": self}, title=title, target=target)
+        if path is not None:
+            pathlib.Path(path).write_text(page, "utf-8")
+        return page
+
+    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+        """How `treescope` shows a table."""
+        from neuronjax.tools.treescope_table import render_trace
+
+        return render_trace(self, path, subtree_renderer)
 
     def __rich__(self):
         """The table that `rich` prints."""
@@ -104,8 +171,9 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Trace:
     jaxpr = jax.make_jaxpr(fun)(*args, **kwargs).jaxpr
     counts: collections.Counter[MacroRow] = collections.Counter()
     for eqn, family, times, mesh in _macros(jaxpr, 1, None):
-        counts[_row(eqn, family, mesh)] += times
-    return Trace(tuple(dataclasses.replace(r, count=n) for r, n in counts.items()))
+        counts[row_of(eqn, family, mesh)] += times
+    rows = (dataclasses.replace(row, count=n) for row, n in counts.items())
+    return Trace(tuple(rows), jaxpr)
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -115,7 +183,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
             yield value.jaxpr if isinstance(value, ClosedJaxpr) else value
 
 
-class _Manual(NamedTuple):
+class Manual(NamedTuple):
     """The mesh of a `shard_map`, and the axes that are manual inside it."""
 
     mesh: Mesh | AbstractMesh
@@ -126,29 +194,34 @@ def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
 
-def _repeats(eqn: JaxprEqn) -> int:
+def repeats(eqn: JaxprEqn) -> int:
+    """How often what an equation holds runs."""
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
 def _macros(
-    jaxpr: Jaxpr, times: int, mesh: _Manual | None
-) -> Iterator[tuple[JaxprEqn, MacroFamily, int, _Manual | None]]:
+    jaxpr: Jaxpr, times: int, mesh: Manual | None
+) -> Iterator[tuple[JaxprEqn, MacroFamily, int, Manual | None]]:
     for eqn in jaxpr.eqns:
         # By identity: JAX has primitives of the same names, such as `reduce`.
         family = registry.PRIMITIVES.get(eqn.primitive)
         if family is not None:
             yield eqn, family, times, mesh
-        if eqn.primitive.name == "shard_map":
-            manual = frozenset(eqn.params["newly_manual_axes"])
-            outer = mesh or _Manual(eqn.params["mesh"], frozenset())
-            inside = _Manual(outer.mesh, outer.axes | manual)
-        else:
-            inside = mesh
+        inside = manual_inside(eqn, mesh)
         for inner in inner_jaxprs(eqn):
-            yield from _macros(inner, times * _repeats(eqn), inside)
+            yield from _macros(inner, times * repeats(eqn), inside)
 
 
-def _row(eqn: JaxprEqn, family: MacroFamily, mesh: _Manual | None) -> MacroRow:
+def manual_inside(eqn: JaxprEqn, mesh: Manual | None) -> Manual | None:
+    """The manual axes inside an equation, where `mesh` are those around it."""
+    if eqn.primitive.name != "shard_map":
+        return mesh
+    outer = mesh or Manual(eqn.params["mesh"], frozenset())
+    return Manual(outer.mesh, outer.axes | frozenset(eqn.params["newly_manual_axes"]))
+
+
+def row_of(eqn: JaxprEqn, family: MacroFamily, mesh: Manual | None) -> MacroRow:
+    """What the table says of a macro, counted 0 times."""
     name, config = eqn.params["name"], eqn.params["config"]
     # A user's backward is gone when its NAME has been registered again without one.
     entry = registry.find(name) or registry.Entry(name, "replaced", "generic")
@@ -165,11 +238,20 @@ def _row(eqn: JaxprEqn, family: MacroFamily, mesh: _Manual | None) -> MacroRow:
         len(eqn.params["axes"]),
         _flops(_leaf_jaxpr(family, avals, eqn.params, mesh)),
         sum(math.prod(a.shape) * a.dtype.itemsize for a in values),
+        _heaviest(avals),
     )
 
 
+def _heaviest(avals: list[Any]) -> str:
+    """The dtype that most bytes have; the first of equals."""
+    sizes = dict.fromkeys((str(aval.dtype) for aval in avals), 0)
+    for aval in avals:
+        sizes[str(aval.dtype)] += math.prod(aval.shape) * aval.dtype.itemsize
+    return max(sizes, key=sizes.__getitem__, default="float32")
+
+
 def _leaf_jaxpr(
-    family: MacroFamily, avals: list[Any], params: Any, mesh: _Manual | None
+    family: MacroFamily, avals: list[Any], params: Any, mesh: Manual | None
 ) -> Jaxpr:
     """What a macro computes; inside `shard_map` its leaf may name the mesh's axes."""
     call = family.static_call(**params)
@@ -205,5 +287,5 @@ def _flops(jaxpr: Jaxpr) -> int:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lhs, out = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
             total += 2 * math.prod(lhs[i] for i in contracted) * math.prod(out)
-        total += _repeats(eqn) * sum(map(_flops, inner_jaxprs(eqn)))
+        total += repeats(eqn) * sum(map(_flops, inner_jaxprs(eqn)))
     return total
