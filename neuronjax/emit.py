@@ -1,7 +1,4 @@
-"""The emitters, by the compiler's names: each binds one macro node and does no math.
-
-An emitter of the catalog whose macro is not built yet is here too, and refuses.
-"""
+"""The emitters, by the compiler's names: each binds one macro node and does no math."""
 
 from neuronjax.primitives.attention.backward import (
     backwards_attention_kernel as backwards_attention_kernel,
@@ -82,7 +79,6 @@ from neuronjax.primitives.qkv.macro import qkv_kernel as qkv_kernel
 from neuronjax.primitives.reduce import (
     neuron_reduce_macro_kernel as neuron_reduce_macro_kernel,
 )
-from neuronjax.primitives.registry import CATALOG, resolve_family
 from neuronjax.primitives.rmsnorm_quant.macro import (
     rmsnorm_quant_kernel as rmsnorm_quant_kernel,
 )
@@ -92,20 +88,3 @@ from neuronjax.primitives.router_topk.macro import (
 )
 from neuronjax.primitives.topk_reduce import top_k_reduce_kernel as top_k_reduce_kernel
 from neuronjax.primitives.transpose import transpose_kernel as transpose_kernel
-
-
-def __getattr__(attribute: str):
-    """The emitter of a NAME that is not built: it says so when called."""
-    for entry in CATALOG.values():
-        if entry.emitter == attribute:
-            return _refusing(attribute, entry.name)
-    raise AttributeError(f"module 'neuronjax.emit' has no attribute {attribute!r}")
-
-
-def _refusing(emitter: str, name: str):
-    def refuse(*args, **kwargs):
-        """Refuses: the macro is in the catalog but not built yet."""
-        resolve_family(name)
-
-    refuse.__name__ = refuse.__qualname__ = emitter
-    return refuse

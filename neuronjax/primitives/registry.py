@@ -1,4 +1,4 @@
-"""The catalog: every macro NAME, its leaf, its lowering twin, whether it is built."""
+"""The catalog: every macro NAME, its leaf, its lowering twin, its family."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ USERS: dict[str, Entry] = {}
 FAMILIES: dict[str, MacroFamily] = {}
 # By primitive: also a user's family whose NAME another one has taken since.
 PRIMITIVES: dict[Primitive, MacroFamily] = {}
-_BUILT: dict[str, MacroFamily] = {}
+_BY_NAME: dict[str, MacroFamily] = {}
 _VARIANTS: dict[str, MacroFamily] = {}
 
 
@@ -180,7 +180,7 @@ def declare(family: MacroFamily) -> None:
         if name not in CATALOG and name not in USERS:
             raise KeyError(f"{family.family} declares {name}, which the catalog lacks")
         if not family.keyed:
-            _BUILT[name] = family
+            _BY_NAME[name] = family
     _VARIANTS.update(dict.fromkeys(family.variants, family))
     FAMILIES[family.family] = family
     PRIMITIVES[family.macro_p] = family
@@ -194,28 +194,23 @@ def enter(entry: Entry) -> None:
 def withdraw(name: str) -> None:
     """Forgets a user's NAME, for another kernel that takes it."""
     del USERS[name]
-    FAMILIES.pop(_BUILT.pop(name).family, None)
+    FAMILIES.pop(_BY_NAME.pop(name).family, None)
     fallback().forget()
-
-
-def is_built(name: str) -> bool:
-    """Whether the macro NAME can be emitted today."""
-    return ALIASES.get(name, name) in _BUILT
 
 
 def is_of(name: str, family: MacroFamily) -> bool:
     """Whether the NAME is a leaf of `family`, and not the fallback itself."""
-    return name != FALLBACK and _BUILT.get(ALIASES.get(name, name)) is family
+    return name != FALLBACK and _BY_NAME.get(ALIASES.get(name, name)) is family
 
 
 def fallback() -> MacroFamily:
     """The family that emits any leaf by its NAME."""
-    return _BUILT[FALLBACK]
+    return _BY_NAME[FALLBACK]
 
 
 def examples() -> list[str]:
-    """The label of every example of the catalog: each built NAME, and the variants."""
-    return sorted([*(name for name in _BUILT if name in CATALOG), *_VARIANTS])
+    """The label of every example of the catalog: each NAME, and the variants."""
+    return sorted([*(name for name in _BY_NAME if name in CATALOG), *_VARIANTS])
 
 
 def family_of(label: str) -> MacroFamily:
@@ -265,12 +260,5 @@ def resolve_family(name: str) -> MacroFamily:
 
     Raises:
         ValueError: no such NAME.
-        NotImplementedError: the catalog has the NAME, but it is not built yet.
     """
-    entry = resolve_kernel_config(name)
-    if entry.name not in _BUILT:
-        raise NotImplementedError(
-            f"{entry.name} (leaf {entry.leaf}) is in the catalog but not built yet; "
-            f"built: {', '.join(sorted(_BUILT))}"
-        )
-    return _BUILT[entry.name]
+    return _BY_NAME[resolve_kernel_config(name).name]

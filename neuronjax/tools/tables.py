@@ -80,12 +80,12 @@ def contracts_page() -> str:
         "",
         "## NAMEs of the catalog",
         "",
-        "| NAME | leaf | built |",
+        "| NAME | leaf | emitter |",
         "|---|---|---|",
     ]
     for entry in registry.CATALOG.values():
-        built = "yes" if registry.is_built(entry.name) else "not yet: refuses"
-        lines.append(f"| `{entry.name}` | {entry.leaf} | {built} |")
+        emitter = f"`{entry.emitter}`" if entry.emitter else "differentiation"
+        lines.append(f"| `{entry.name}` | {entry.leaf} | {emitter} |")
     return "\n".join(lines) + "\n"
 
 

@@ -27,14 +27,14 @@ def reduce(
       \end{cases}, \qquad
       y = \mathrm{scale} \cdot \mathrm{op}(z)$$
 
-    | op | value | derivative by an element `z` |
-    |---|---|---|
-    | `"add"` | the sum; 0 of nothing | 1 |
-    | `"mul"` | the product; 1 of nothing | the product of all others, zeros or not |
-    | `"sumsq"` | the sum of squares; 0 of nothing | `2 z` |
-    | `"max"`, `"min"` | the extreme | 1, shared equally among equal extremes |
-    | `"absmax"` | the largest magnitude | the same times the sign, that of 0 being 1 |
-    | `"norm"` | `z` itself, not reduced | that of the norm |
+    What `op` is, and its derivative by an element `z`:
+
+    - `"add"`: the sum, 0 of nothing; 1.
+    - `"mul"`: the product, 1 of nothing; the product of all others, zeros or not.
+    - `"sumsq"`: the sum of squares, 0 of nothing; `2 z`.
+    - `"max"`, `"min"`: the extreme; 1, shared equally among equal extremes.
+    - `"absmax"`: the largest magnitude; the same times the sign, that of 0 being 1.
+    - `"norm"`: `z` itself, not reduced; that of the norm.
 
     `N` is the number of elements for `"rms"` and 1 for `"l2"`. A NaN makes its result
     NaN, and the gradient of all elements that it was reduced with.

@@ -50,7 +50,6 @@ def check_transformations(
 
     Raises:
         ValueError: no such NAME, or it has no example; no such transformation.
-        NotImplementedError: the NAME is in the catalog but not built yet.
 
     Example:
         >>> import neuronjax

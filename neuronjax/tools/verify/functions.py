@@ -63,7 +63,7 @@ def labels_of(op: str) -> list[str]:
         return [op]
     names = [registry.ALIASES.get(op, op)]
     if op not in known and op not in registry.ALIASES:
-        names = [name for name in FUNCTIONS.get(op, ()) if registry.is_built(name)]
+        names = list(FUNCTIONS.get(op, ()))
     found = [label for label in known if label.split(" ")[0] in names]
     if not found:
         near = difflib.get_close_matches(op, [*known, *FUNCTIONS], n=3, cutoff=0.5)
