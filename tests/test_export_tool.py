@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -161,6 +162,26 @@ def test_an_open_batch_takes_any_number_of_rows():
         close(got, jax.grad(lambda x: neuronjax.rms_norm(x, scale).sum())(x))
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.zeros(x.shape[0].bit_length()),
+        lambda x: x[: 3 if x.shape[0] > 4 else 2],
+        lambda x: jnp.zeros(2 ** x.shape[0]),
+    ],
+)
+def test_what_needs_a_fixed_size_says_so(f):
+    x = jnp.ones((8, 3))
+    assert neuronjax.export(f, x).vjp_order == 0
+    with pytest.raises(NotImplementedError, match="export: <lambda> needs a fixed"):
+        neuronjax.export(f, x, symbolic=("b, ...",))
+
+
+def test_an_error_of_fixed_sizes_is_the_functions_own():
+    with pytest.raises(AttributeError, match="no_such"):
+        neuronjax.export(lambda x: x.no_such, jnp.ones(3))
+
+
 def test_without_vjp_there_is_no_derivative():
     program = norm(2, 8)
     assert program.vjp_order == 0
@@ -260,6 +281,28 @@ def test_a_module_may_be_any_argument():
     program = neuronjax.export(loss, x, layer, platforms="cpu")
     assert program.inputs[1] == ("arg1.scale", "f32[8]")
     close(program.call(x, layer), loss(x, layer))
+
+
+def test_a_training_step_is_one_program():
+    """Parameters and moments go round: its outputs are the next step's arguments."""
+    layer = nn.MLP(8, 16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    adam = optax.adam(1e-2)
+
+    def step(state, moments, x):
+        slope = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(x) ** 2))(state)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+            update, moments = adam.update(slope, moments, state)
+        return optax.apply_updates(state, update), moments
+
+    moments, x = adam.init(state), normal(2, 3, 8)
+    program = neuronjax.export(step, state, moments, x)
+    assert {"MLP", "MLPBwd"} <= set(program.names)
+    assert ("arg1.0.mu.up", "f32[8,16]") in program.inputs
+    once = program.call(state, moments, x)
+    again = program.exported.call(*once, x)
+    wanted = step(*step(state, moments, x), x)
+    jax.tree.map(close, again, program.arguments(*wanted))
 
 
 def test_a_program_over_a_mesh_runs_on_as_many_devices():
@@ -413,6 +456,20 @@ arg0 = {{"data": jax.numpy.asarray({values})}}
 print(json.dumps(out["data"].tolist()))
 """
     close(json.loads(run(code)), neuronjax.transpose(tile).data)
+
+
+def test_the_page_shows_what_it_prints(tmp_path, monkeypatch, capsys):
+    page = (DOCS / "export.md").read_text()
+    (code, *_), (table, *_) = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "text")
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    shown, printed = table.split("\n"), capsys.readouterr().out.split("\n")
+    assert printed[1:] == shown[1:]
+    # The size of the file depends on the version of JAX.
+    assert re.sub(r"[\d.]+ kB", "", printed[0]).strip() in shown[0]
+    assert neuronjax.ExportedProgram.load("norm.jaxexport").vjp_order == 1
 
 
 def test_the_lowering_of_the_docs_reaches_a_custom_call():

@@ -1,6 +1,7 @@
 """`neuronjax.export`: a function as a file of StableHLO."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,8 @@ def export(
     Raises:
         ValueError: an unknown platform, an argument that is no array, or composites
             asked for with several platforms or open sizes.
-        NotImplementedError: a macro in it has no derivative, or needs a fixed size.
+        NotImplementedError: a macro in it has no derivative, or something in it needs
+            a fixed size.
 
     Example:
         >>> import jax, neuronjax
@@ -83,7 +85,8 @@ def export(
     program.__name__ = program.__qualname__ = title
     checks = [jax_export.DisabledSafetyCheck.custom_call(c) for c in custom_calls]
     order = _order(vjp)
-    with lowering(_route(composites, platforms, leaves)):
+    route = _route(composites, platforms, leaves)
+    with lowering(route), _open_sizes_told(title, leaves):
         write = jax_export.export(
             jax.jit(program), platforms=platforms, disabled_checks=checks
         )
@@ -135,11 +138,32 @@ def _require_arrays(leaves: Sequence[Any]) -> None:
             )
 
 
+@contextlib.contextmanager
+def _open_sizes_told(title: str, leaves: Sequence[Any]) -> Iterator[None]:
+    """What stumbles over an open size is told as a refusal, not as a fault of ours."""
+    try:
+        yield
+    except (
+        AttributeError,
+        TypeError,
+        jax.errors.InconclusiveDimensionOperation,
+    ) as error:
+        if not _is_open(leaves):
+            raise
+        raise NotImplementedError(
+            f"export: {title} needs a fixed size where an open one stands: {error}"
+        ) from error
+
+
+def _is_open(leaves: Sequence[Any]) -> bool:
+    sizes = [size for x in leaves for size in getattr(x, "shape", ())]
+    return any(map(jax_export.is_symbolic_dim, sizes))
+
+
 def _route(
     composites: bool | None, platforms: Sequence[str], leaves: Sequence[Any]
 ) -> str:
-    sizes = [size for x in leaves for size in getattr(x, "shape", ())]
-    is_open = any(map(jax_export.is_symbolic_dim, sizes))
+    is_open = _is_open(leaves)
     fits = len(platforms) == 1 and not is_open
     if composites and not fits:
         why = "open sizes" if is_open else f"platforms {platforms}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, GetAttrKey, keystr
+from jax.tree_util import DictKey, keystr
 
 _PLAIN = (tuple, list)
 
@@ -98,8 +98,7 @@ def _numbered(tree: Any, count: Iterator[int]) -> Any:
         return _unique((_words(key), _numbered(child, count)) for key, child in level)
     if type(tree) in _PLAIN:
         return type(tree)(_numbered(child, count) for _, child in level)
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return _unique((_path(tree, path), next(count)) for path, _ in paths)
+    return _unique((".".join(path), next(count)) for path in _paths(tree))
 
 
 def _children(tree: Any) -> list[tuple[Any, Any]] | None:
@@ -116,13 +115,18 @@ def _words(key: Any) -> str:
     return str(key.key) if isinstance(key, DictKey) else keystr((key,), simple=True)
 
 
-def _path(tree: Any, path: tuple[Any, ...]) -> str:
+def _paths(tree: Any) -> Iterator[tuple[str, ...]]:
+    """The path to each array, in JAX's order; a Flax variable is no step of its own."""
+    level = _children(tree)
+    if level is None:
+        yield ()
+        return
     nnx = sys.modules.get("flax.nnx")
-    # The last step of a path in a state leads from a variable to its value.
-    variable = nnx is not None and isinstance(tree, nnx.State)
-    if variable and path[-1] == GetAttrKey("value"):
-        path = path[:-1]
-    return keystr(path, simple=True, separator=".")
+    variable = nnx is not None and isinstance(tree, nnx.Variable)
+    for key, child in level:
+        if child is not None:
+            step = () if variable else (_words(key),)
+            yield from ((*step, *rest) for rest in _paths(child))
 
 
 def _unique(pairs: Any) -> dict[str, Any]:
