@@ -28,8 +28,8 @@ def svg(graphs: Mapping[str, MacroGraph], *, standalone: bool = True) -> str:
         layout = arrange(graph.folded, _size_of(graph))
         if title:
             y += _HEAD
-            drawn.append(f'<text class="name" x="12" y="{y - 6:g}">{escape(title)}')
-            drawn.append("</text>")
+            where = f'x="12" y="{y - 6:g}"'
+            drawn.append(f'<text class="name" {where}>{escape(title)}</text>')
             width = max(width, 24 + _BOLD * len(title))
         body = "\n".join(_body(graph, layout))
         drawn.append(f'<g transform="translate(0 {y:g})">\n{body}\n</g>')
