@@ -3,6 +3,7 @@
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from neuronjax.tools.check_commands import ExampleDtype
 from neuronjax.tools.console import table_console
@@ -41,6 +42,7 @@ def diff(
         for title in first:
             found = compare(first[title], second[title])
             differences.append(found)
-            console.print(f"[bold]{title}[/bold] of A = {a} and B = {b}", found)
+            sides = escape(f" of A = {a} and B = {b}")
+            console.print(f"[bold]{title}[/bold]{sides}", found)
         if any(differences):
             raise typer.Exit(1)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
 from neuronjax.tools.check_commands import ExampleDtype
@@ -62,7 +63,7 @@ def export(
     """Writes WHAT as StableHLO, which jax and flatbuffers alone can run."""
     with one_line_errors():
         _require_weights(weights, phase, dtype)
-        status = Status(f"Lowering {what}", console=_stderr)
+        status = Status(f"Lowering {escape(what)}", console=_stderr)
         with status:
             if subjects.is_op(what):
                 if weights is not None:
@@ -89,7 +90,7 @@ def export(
             if text is not None:
                 text.write_text("\n".join(m.text for m in program.modules))
             if weights is not None:
-                status.update(f"Writing {weights}")
+                status.update(f"Writing {escape(str(weights))}")
                 _write_weights(what, weights, dtype.value)
         _tell(program, out, weights)
 

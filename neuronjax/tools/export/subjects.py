@@ -1,6 +1,5 @@
 """What `neuronjax export` writes: the example of a macro, or a phase of a model."""
 
-import contextlib
 import dataclasses
 import difflib
 import enum
@@ -14,7 +13,7 @@ from jax import export as jax_export
 
 from neuronjax.primitives import registry
 from neuronjax.primitives.macro import Example
-from neuronjax.tools.devices import start_devices
+from neuronjax.tools.devices import ask_for_devices
 from neuronjax.tools.verify.functions import FUNCTIONS, labels_of
 from neuronjax.tools.verify.operands import RANKS, example_of, on_ranks
 from neuronjax.tools.verify.sides import name_of
@@ -87,9 +86,7 @@ def of_op(op: str, dtype: str, *, symbolic: bool) -> Subject:
         ValueError: no such NAME, or its example has no batch axis to leave open.
     """
     label = label_of(op)
-    # A macro whose cores cooperate says so itself where there is one device.
-    with contextlib.suppress(ValueError):
-        start_devices(RANKS, "export")
+    ask_for_devices(RANKS)
     family, name = registry.family_of(label), name_of(label)
     example = example_of(family, label, dtype, SIZE, 0)
     flat, tree = jax.tree.flatten(example.operands)
