@@ -57,7 +57,7 @@ def _dtypes(call: SimpleNamespace, left: Any, right: Any) -> dict[str, Any]:
 
 def _bands(call: SimpleNamespace, sizes: dict[str, Any]) -> dict[str, Any]:
     kind = KINDS[call.function]
-    size = call.tile_shape if call.tile_size is None else call.tile_size
+    size = one_of(call.tile_size, call.tile_shape)
     odd = plan.odd_size(kind, size)
     band = plan.pair_of(size) if not odd else None
     band = band or default_size(kind, *_ints(sizes["k"], sizes["m"]))
@@ -71,8 +71,12 @@ def _bands(call: SimpleNamespace, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def operands_of(call: SimpleNamespace) -> tuple[Any, Any]:
     """The stationary and the moving operand, by whichever name they came."""
-    left = call.lhs if call.stationary is None else call.stationary
-    return left, call.rhs if call.moving is None else call.moving
+    return one_of(call.stationary, call.lhs), one_of(call.moving, call.rhs)
+
+
+def one_of(x: Any, other: Any) -> Any:
+    """An argument that has two names, by whichever it came."""
+    return other if x is None else x
 
 
 def shape_of(x: Any) -> tuple[Any, ...]:

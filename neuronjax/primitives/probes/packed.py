@@ -11,7 +11,7 @@ from neuronjax.primitives.probes import (
     packed_rules,  # noqa: F401  enters the rows
 )
 from neuronjax.primitives.probes.emission import Operand, emit_probe
-from neuronjax.primitives.probes.facts import PACKED, facts, integers
+from neuronjax.primitives.probes.facts import PACKED, facts, integers, one_of
 from neuronjax.primitives.probes.macro import PACKED as NAME
 from neuronjax.primitives.probes.packed_rules import PERF_MODE
 from neuronjax.primitives.probes.plan import pair_of
@@ -81,16 +81,17 @@ def packed_cayman_pe_tp_kernel(
         PSUM holds them. For tiles a tile of them in PSUM, on its rows. The gradients of
         both operands are `CaymanPackedPETranspose` again.
     """
-    left = lhs if stationary is None else stationary
-    right = rhs if moving is None else moving
-    assert left is not None and right is not None
+    left, right = one_of(stationary, lhs), one_of(moving, rhs)
     flat = pair_of(lhs_free_and_double_row_shape)
     channels = int(right.shape[0]) if len(right.shape) == 4 else 1
     columns = left.shape[-1] if flat is None else flat[0]
-    size = tile_shape if tile_size is None else tile_size
-    sizes = right.shape[-3], columns, channels
     return emit_probe(
-        *(PACKED, NAME, (left, right, psum), sizes, size, tile_position),
+        PACKED,
+        NAME,
+        (left, right, psum),
+        (right.shape[-3], columns, channels),
+        one_of(tile_size, tile_shape),
+        tile_position,
         transpose=bool(transpose),
         num_channels=channels,
         perf_mode=perf_mode,

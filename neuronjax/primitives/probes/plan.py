@@ -77,17 +77,15 @@ def probe_plan(
         raise ValueError(
             f"probe_plan: double_row must be True or False, got {described(double_row)}"
         )
-    size = odd_size(kind, tile_size)
-    if not size:
-        plan = plan_of(kind, int(tiles), int(k), int(m), pair_of(tile_size))
-        size = wide(m, plan.tile_size)
-        size = size or odd_positions(tile_position, plan.tile_size, tiles)
-    if size:
-        raise ValueError(f"probe_plan: {size}")
-    return plan_of(
-        *(kind, int(tiles), int(k), int(m)),
-        *(pair_of(tile_size), pairs_of(tile_position), bool(double_row)),
-    )
+    sizes = int(tiles), int(k), int(m)
+    odd = odd_size(kind, tile_size)
+    if not odd:
+        band = plan_of(kind, *sizes, pair_of(tile_size)).tile_size
+        odd = odd_columns(m, band) or odd_positions(tile_position, band, tiles)
+    if odd:
+        raise ValueError(f"probe_plan: {odd}")
+    places = pairs_of(tile_position)
+    return plan_of(kind, *sizes, pair_of(tile_size), places, bool(double_row))
 
 
 def is_pair(value: Any) -> bool:
@@ -126,8 +124,8 @@ def odd_size(kind: str, size: Any) -> str:
     )
 
 
-def wide(m: Any, size: Pair) -> str:
-    """What is wrong with columns of an operand that a band has not."""
+def odd_columns(m: Any, size: Pair) -> str:
+    """What is wrong with more columns than a band has; "" if nothing is."""
     if not isinstance(m, int) or m <= size[1]:
         return ""
     return f"m must be at most {size[1]}, the columns of a band of {size}, got {m}"

@@ -240,7 +240,7 @@ row(
     "{odd_columns}",
     told(
         "odd_columns",
-        lambda c: plan.wide(c.m, c.band) if c.band[1] < PARTITIONS else "",
+        lambda c: plan.odd_columns(c.m, c.band) if c.band[1] < PARTITIONS else "",
     ),
     example=changed(stationary=(2, 40), tile_size=(128, 32)),
     stage=2,

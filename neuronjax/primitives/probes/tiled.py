@@ -7,7 +7,7 @@ from neuronjax.primitives.probes import (
     rules,  # noqa: F401  enters the rows
 )
 from neuronjax.primitives.probes.emission import Operand, emit_probe
-from neuronjax.primitives.probes.facts import COLUMN, ROW, facts
+from neuronjax.primitives.probes.facts import COLUMN, ROW, facts, one_of
 from neuronjax.primitives.probes.macro import COLUMN as COLUMN_NAME
 from neuronjax.primitives.probes.macro import ROW as ROW_NAME
 
@@ -55,10 +55,14 @@ def row_tiled_mm_kernel(
         holds them. For tiles a tile of them in PSUM, on its rows. The gradients of
         both operands are `RowTiledMM` again.
     """
-    left, right = _one(stationary, lhs), _one(moving, rhs)
-    size = tile_shape if tile_size is None else tile_size
+    left, right = one_of(stationary, lhs), one_of(moving, rhs)
     return emit_probe(
-        *(ROW, ROW_NAME, (left, right, psum), _sizes(left), size, tile_position),
+        ROW,
+        ROW_NAME,
+        (left, right, psum),
+        _sizes(left),
+        one_of(tile_size, tile_shape),
+        tile_position,
         transpose=bool(transpose),
         **hints,
     )
@@ -98,17 +102,17 @@ def column_tiled_mm_kernel(
     Returns:
         As `row_tiled_mm_kernel`; the gradients are `ColumnTiledMM` again.
     """
-    left, right = _one(stationary, lhs), _one(moving, rhs)
-    size = tile_shape if tile_size is None else tile_size
+    left, right = one_of(stationary, lhs), one_of(moving, rhs)
     return emit_probe(
-        *(COLUMN, COLUMN_NAME, (left, right, psum), _sizes(left), size, tile_position),
+        COLUMN,
+        COLUMN_NAME,
+        (left, right, psum),
+        _sizes(left),
+        one_of(tile_size, tile_shape),
+        tile_position,
         transpose=bool(transpose),
         **hints,
     )
-
-
-def _one(x: Any, other: Any) -> Any:
-    return other if x is None else x
 
 
 def _sizes(x: Any) -> tuple[Any, Any, int]:
