@@ -178,7 +178,8 @@ def test_mapped_ranks_are_one_macro(kind):
     run = jax.vmap(_on_ranks(2, kind=kind), (dims,))
     with jax.set_mesh(_mesh(2, kind=kind)):
         if kind is AxisType.Explicit:
-            spec = {k: P() if k == "X" else SPECS[k] for k in given}
+            row = P(None, "data")
+            spec = SPECS | dict(X=row, RoPE_cos=row, RoPE_sin=row)
             mesh = _mesh(2, kind=kind)
             stacked = {
                 k: jax.device_put(x, NamedSharding(mesh, spec[k]))
