@@ -124,7 +124,7 @@ def test_loops_branches_and_calls_hand_values_on():
         x = lax.cond(n > 2, lambda a: norm(a), lambda a: a, x[1])  # 4
         return norm(x)
 
-    graph = graph_of(program, X, jax.ShapeDtypeStruct((), jnp.int64))
+    graph = graph_of(program, X, jax.ShapeDtypeStruct((), jnp.int32))
     assert graph.folded.items == (1, 2, Box("while", (3,)), 4, 5)
     # A loop may not turn and a branch not be taken: what was before reaches the next
     # macro too, which follows from the longer way.

@@ -186,8 +186,7 @@ class _Walk:
         return [self.union([which, *outs]) for outs in zip(*branches, strict=True)]
 
     def _scan(self, eqn, given, at, index) -> Sequence[Sources]:
-        consts = eqn.params["num_consts"]
-        count = eqn.params["num_carry"]
+        consts, count = _scan_sizes(eqn.params)
         body = functools.partial(
             self.jaxpr, eqn.params["jaxpr"].jaxpr, at=at.inside(eqn, index)
         )
@@ -234,6 +233,14 @@ class _Walk:
                 if writer > start:
                     self.carried.add((writer, reader))
         return [self.union([told(out, _NONE)]) for out in outs]
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries a scan has."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carry)
 
 
 def _split(values: Sequence[Sources], *sizes: int) -> list[Sequence[Sources]]:

@@ -7,6 +7,7 @@ from neuronjax.tools.draw_graph import MacroGraph
 from neuronjax.tools.draw_graph_flow import INPUTS, MacroNode
 from neuronjax.tools.draw_graph_layout import RESULTS, Frame, Layout, Line, arrange
 from neuronjax.tools.html.theme import color_of, style
+from neuronjax.tools.units import with_prefix
 
 _BOLD, _PLAIN = 8.7, 7.2  # pixels of a character, in wide fonts
 _HIGH = 56.0
@@ -64,7 +65,8 @@ def _words(node: MacroNode) -> tuple[str, str, str]:
     if len(shape) > _MOST:
         shape = shape[: _MOST - 1] + "…"
     row = node.row
-    return row.name, shape, f"{row.flops / 1e6:.3g} MFLOP, {row.bytes / 1e6:.3g} MB"
+    numbers = f"{with_prefix(row.flops, 'FLOP')}, {with_prefix(row.bytes, 'B')}"
+    return row.name, shape, numbers
 
 
 def _body(graph: MacroGraph, layout: Layout) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from neuronjax.tools.trace import Trace
+from neuronjax.tools.trace import MacroRow, Trace
+from neuronjax.tools.units import with_prefix
 
 
 def render_trace(trace: Trace, path: str | None, subtree_renderer: Any) -> Any:
@@ -11,35 +12,38 @@ def render_trace(trace: Trace, path: str | None, subtree_renderer: Any) -> Any:
 
     children = []
     for index, row in enumerate(trace.rows):
-        shapes = ", ".join(row.shapes) + " vmap" * row.vmapped
-        words = f"{row.count} × {row.name} {'tiles' if row.tiled else ''}({shapes})"
-        numbers = f"  # {row.flops / 1e6:.3g} MFLOP, {row.bytes / 1e6:.3g} MB"
         where = None if path is None else f"{path}.rows[{index}]"
-        label = parts.siblings(words, parts.comment_color(parts.text(numbers)))
-        settings = dict(leaf=row.leaf, **dict(row.config))
-        shown = parts.indented_children(
-            [
-                parts.siblings_with_annotations(
-                    f"{key} = ", subtree_renderer(value, path=None)
-                )
-                for key, value in settings.items()
-            ]
-        )
-        contents = parts.fold_condition(expanded=shown)
-        children.append(
-            parts.build_custom_foldable_tree_node(
-                label=label, contents=contents, path=where
-            )
-        )
+        children.append(_render_row(row, where, subtree_renderer))
     count = sum(row.count for row in trace.rows)
-    total = f"{count} macros, {trace.flops / 1e6:.3g} MFLOP, {trace.bytes / 1e6:.3g} MB"
+    total = f"  # {count} macro{'s' * (count != 1)}, {_sums(trace)}"
     return parts.build_foldable_tree_node_from_children(
         prefix=parts.siblings(
             parts.maybe_qualified_type_name(Trace),
             "(",
-            parts.comment_color(parts.text(f"  # {total}")),
+            parts.comment_color(parts.text(total)),
         ),
         children=children,
         suffix=")",
         path=path,
     )
+
+
+def _render_row(row: MacroRow, path: str | None, subtree_renderer: Any) -> Any:
+    from treescope import rendering_parts as parts
+
+    shapes = ", ".join(row.shapes) + " vmap" * row.vmapped
+    words = f"{row.count} × {row.name}{' of tiles' if row.tiled else ''} ({shapes})"
+    note = parts.comment_color(parts.text(f"  # {_sums(row)}"))
+    lines = [
+        parts.siblings_with_annotations(f"{key} = ", subtree_renderer(value, path=None))
+        for key, value in (("leaf", row.leaf), *row.config)
+    ]
+    return parts.build_custom_foldable_tree_node(
+        label=parts.siblings(words, note),
+        contents=parts.fold_condition(expanded=parts.indented_children(lines)),
+        path=path,
+    )
+
+
+def _sums(told: MacroRow | Trace) -> str:
+    return f"{with_prefix(told.flops, 'FLOP')}, {with_prefix(told.bytes, 'B')}"

@@ -9,6 +9,7 @@ from neuronjax.tools.html.roofline import Bound, Core, bound_of, core_of
 from neuronjax.tools.html.roofline_svg import roofline_svg
 from neuronjax.tools.html.theme import color_of, style, text_of
 from neuronjax.tools.trace import MacroRow, Trace
+from neuronjax.tools.units import with_prefix
 
 # Nothing is loaded from anywhere: what a page shows is in the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -113,9 +114,9 @@ def _sums(trace: Trace, bounds: list[Bound]) -> str:
     told = {
         "macros": f"{sum(row.count for row in trace.rows):,}",
         "rows": f"{len(trace.rows)}",
-        "GFLOP": f"{trace.flops / 1e9:.4g}",
-        "MB": f"{trace.bytes / 1e6:.4g}",
-        "µs at best": f"{seconds * 1e6:.4g}",
+        "in matrix products": with_prefix(trace.flops, "FLOP"),
+        "operands and outputs": with_prefix(trace.bytes, "B"),
+        "at best": f"{seconds * 1e6:,.4g} µs" if seconds < 1 else f"{seconds:.4g} s",
         "of it bound by memory": f"{held / seconds:.0%}" if seconds else "–",
     }
     tiles = (f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in told.items())
@@ -135,7 +136,7 @@ def _without_products(trace: Trace, bounds: list[Bound]) -> str:
         f"<p>{count:,} macro{'s' * (count != 1)} without matrix products, which "
         f"{'have' if count != 1 else 'has'} no dot, "
         f"move{'s' * (count == 1)} "
-        f"{moved / 1e6:.3g} MB, {share:.1%} of the time at best.</p>"
+        f"{with_prefix(moved, 'B')}, {share:.1%} of the time at best.</p>"
     )
 
 
