@@ -303,7 +303,16 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["norm.jaxexport"]
 
 
-@pytest.mark.parametrize("cut", [lambda b: b"no program", lambda b: b[: len(b) // 2]])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda blob: b"",
+        lambda blob: b"no program",
+        lambda blob: blob[: len(blob) // 2],
+        lambda blob: blob[:-64],
+        lambda blob: blob.replace(b"ML\xefR", b"XXXX"),
+    ],
+)
 def test_a_file_that_holds_no_program_is_refused(tmp_path, cut):
     path = tmp_path / "bad.jaxexport"
     path.write_bytes(cut(norm(2, 8).blob))
