@@ -81,7 +81,7 @@ def _through(form: str) -> Callable[..., tuple]:
     return call
 
 
-def _outputs(kernel_name: str, **config: Any) -> tuple[str, ...]:
+def _outputs(*, kernel_name: str, **config: Any) -> tuple[str, ...]:
     family = registry.resolve_family(kernel_name)
     names = family.output_names(config)
     return tuple(name.removeprefix(f"{family.family}_") for name in names)
@@ -94,7 +94,7 @@ def _differentiated(config: dict[str, Any]) -> dict[str, Any]:
     return dict(family.differentiated(bag), kernel_name=kernel_name)
 
 
-def _emit_backward(operands, outs, cotangents, *, name, kernel_name, **config):
+def _emit_backward(operands, outs, cotangents, /, *, name, kernel_name, **config):
     family = registry.resolve_family(kernel_name)
     assert family.backward is not None  # else the leaf's own vjp is taken
     with fallback():

@@ -17,8 +17,9 @@ from jax.interpreters import ad, batching, mlir
 
 from neuronjax.context import settings
 from neuronjax.kernels.dtypes import is_differentiable
-from neuronjax.kernels.shard_common import uniform
+from neuronjax.kernels.shard_common import laid_like, uniform
 from neuronjax.primitives import registry
+from neuronjax.primitives.bag import bag_of
 from neuronjax.primitives.composite import composite
 from neuronjax.primitives.contracts import FOREIGN_NAME
 from neuronjax.primitives.table import DERIVATIVES
@@ -136,7 +137,7 @@ class MacroFamily:
         ad.primitive_jvps[p] = jvp
         mlir.register_lowering(p, functools.partial(self._lower, fun))
 
-    def __call__(self, *operands: Any, name: str, **config: Any) -> tuple:
+    def __call__(self, /, *operands: Any, name: str, **config: Any) -> tuple:
         """Binds the macro NAME; returns the leaf's outputs."""
         self._require_own(name)
         for key, value in config.items():
@@ -151,8 +152,7 @@ class MacroFamily:
         family = self.served(config)
         cast = dict(but=config.get(family.axis), over=config.get(family.over))
         leaves = uniform(*map(jnp.asarray, leaves), **cast)
-        bag = tuple(sorted(config.items()))
-        params: dict[str, Any] = dict(name=name, config=bag, tree=tree)
+        params: dict[str, Any] = dict(name=name, config=bag_of(config), tree=tree)
         outs = tuple(self.macro_p.bind(*leaves, **params, axes=()))
         watch = settings().watch
         if watch is not None:
@@ -264,7 +264,7 @@ class MacroFamily:
         )
         asked = len(self.output_names(dict(config)))
         if wrt:
-            config = tuple(sorted(self.differentiated(dict(config)).items()))
+            config = bag_of(self.differentiated(dict(config)))
         outs = self.macro_p.bind(*primals, axes=axes, config=config, **params)
         # Named before the tangent takes them: named any later, remat would run the
         # forward macro again.
@@ -325,7 +325,7 @@ class MacroFamily:
         for dims, axis_name in reversed(axes):
             pulled = _vmap_and_sum(pulled, dims[:n], dims[n:m], dims[m:], axis_name)
         grads = pulled(list(operands[:n]), list(operands[n:m]), cotangents)
-        return [None] * m + grads
+        return [None] * m + list(map(laid_like, grads, [operands[i] for i in wrt]))
 
     def _own_vjp(self, primals, outs, cotangents, wrt, tree, name, config):
         live = _floats_of(self.static, wrt, primals, tree, name=name, **config)
@@ -378,7 +378,7 @@ def _replace(operands, where, values):
     return [new.get(i, x) for i, x in enumerate(operands)]
 
 
-def _floats_of(leaf, wrt, primals, tree, **config):
+def _floats_of(leaf, wrt, primals, tree, /, **config):
     """The leaf's float outputs as a function of the operands `wrt` alone."""
 
     def fun(*live):

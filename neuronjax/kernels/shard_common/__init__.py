@@ -1,6 +1,7 @@
 """What leaves share: casts, replica groups and the permute ring."""
 
 from neuronjax.kernels.shard_common.casts import contract as contract
+from neuronjax.kernels.shard_common.casts import laid_like as laid_like
 from neuronjax.kernels.shard_common.casts import settled as settled
 from neuronjax.kernels.shard_common.casts import uniform as uniform
 from neuronjax.kernels.shard_common.casts import varying as varying

@@ -65,6 +65,18 @@ def settled(body: Callable[[Carry], Carry], first: Carry, *operands: Any) -> Car
         first = jax.tree.unflatten(tree, cast)
 
 
+def laid_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` as an explicit mesh divides `like`; elsewhere `x` itself.
+
+    The gradient of an operand that all devices hold comes out divided like the operands
+    that it met there.
+    """
+    sharding = jax.typeof(like).sharding
+    if sharding.mesh.empty or jax.typeof(x).sharding.spec == sharding.spec:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
 def contract(spec: str, *arrays: jax.Array, like: jax.Array) -> jax.Array:
     """`jnp.einsum` with wide accumulation, laid out like `like` on an explicit mesh.
 

@@ -65,6 +65,7 @@ def backward_leaf(backward: Callable, signature: Signature, single: bool) -> Lea
         operands: tuple,
         outs: tuple,
         cotangents: tuple,
+        /,
         *,
         name: str,
         gradients: tuple[str, ...],
@@ -111,9 +112,12 @@ def _gradient(name: str, word: str, x: Any, grad: Any) -> jax.Array:
             f"{name}: the gradient of {word} must be an array of shape {x.shape}, got "
             f"{type(grad).__name__}; where there is none, return zeros"
         )
-    if grad.shape != x.shape or not jnp.issubdtype(grad.dtype, jnp.inexact):
+    real = not jnp.iscomplexobj(x)
+    kind = jnp.floating if real else jnp.complexfloating
+    if grad.shape != x.shape or not jnp.issubdtype(grad.dtype, kind):
         raise ValueError(
-            f"{name}: the gradient of {word} must be a float array of shape {x.shape}, "
-            f"got {grad.dtype}{list(grad.shape)}"
+            f"{name}: the gradient of {word} must be a "
+            f"{'float' if real else 'complex'} array of shape {x.shape}, got "
+            f"{grad.dtype}{list(grad.shape)}"
         )
     return grad.astype(x.dtype)

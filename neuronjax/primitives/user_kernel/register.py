@@ -12,7 +12,7 @@ from neuronjax.primitives import contracts, registry
 from neuronjax.primitives.macro import MacroFamily
 from neuronjax.primitives.user_kernel import example as examples
 from neuronjax.primitives.user_kernel.leaves import Leaf, backward_leaf, forward_leaf
-from neuronjax.primitives.user_kernel.rules import facts
+from neuronjax.primitives.user_kernel.rules import facts, odd_names
 from neuronjax.primitives.user_kernel.signature import Signature, require_arrays
 
 Outputs = Sequence[str] | Callable[..., Sequence[str]]
@@ -138,7 +138,7 @@ def _families(
 ) -> MacroFamily:
     """The family of the NAME, and that of its backward."""
     signature = Signature.of(function)
-    names = functools.partial(_names, outputs)
+    names = functools.partial(_names, name, outputs)
     leaf = forward_leaf(function, names, signature)
     reference = leaf if plain is None else forward_leaf(plain, names, signature)
     build = examples.none_given(name)
@@ -164,10 +164,19 @@ def _families(
     )
 
 
-def _names(outputs: Outputs | None, **settings: Any) -> tuple[str, ...] | None:
+def _names(
+    name: str, outputs: Outputs | None, /, **settings: Any
+) -> tuple[str, ...] | None:
+    """The names of a tuple's arrays for some settings; `None` for a single array."""
     if outputs is None:
         return None
-    return tuple(outputs(**settings) if callable(outputs) else outputs)
+    found = outputs(**settings) if callable(outputs) else outputs
+    if odd_names(found):
+        raise ValueError(
+            f"{name}: outputs must give different identifiers, one for each array of a "
+            f"tuple, got {found!r}"
+        )
+    return tuple(found)
 
 
 def _backward_family(
@@ -188,7 +197,7 @@ def _backward_family(
 def _emits(family: MacroFamily, signature: Signature) -> Callable[..., tuple]:
     """What differentiation calls: it emits the backward macro."""
 
-    def backward(operands, outs, cotangents, *, name, **settings):
+    def backward(operands, outs, cotangents, /, *, name, **settings):
         seeds = tuple(
             jnp.zeros_like(out)
             if seed is None and is_differentiable(out.dtype)

@@ -1,6 +1,7 @@
 """What `register_kernel` refuses."""
 
 import inspect
+import keyword
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ def _is_name(name: Any) -> bool:
         and name.isascii()
         and name.isidentifier()
         and name[0].isupper()
+        and not keyword.iskeyword(name)
     )
 
 
@@ -73,6 +75,8 @@ def _unlike(call: SimpleNamespace) -> str:
     settings = dict.fromkeys(call.signature.settings)
     operands = [None] * len(call.signature.operands)
     asked = dict(plain=operands, static=operands, backward=[None] * 3, example=[0, 0])
+    if _is_function(call.outputs):
+        asked |= dict(outputs=[])
     for word, args in asked.items():
         form = getattr(call, word)
         keywords = {} if word == "example" else settings
@@ -86,14 +90,15 @@ def _unlike(call: SimpleNamespace) -> str:
 def _taken(word: str, signature: Signature) -> str:
     if word == "example":
         return "(dtype, batch)"
+    if word == "outputs":
+        return f"the settings, ({', '.join(signature.settings)})"
     if word == "backward":
         return f"({', '.join(['operands, outs, cotangents', *signature.settings])})"
     return f"what the function takes, {signature.python}"
 
 
-def _odd_outputs(outputs: Any) -> bool:
-    if outputs is None or callable(outputs):
-        return False
+def odd_names(outputs: Any) -> bool:
+    """Whether `outputs` are no names of a tuple's arrays."""
     if isinstance(outputs, str) or not isinstance(outputs, Sequence) or not outputs:
         return True
     words = [isinstance(x, str) and x.isidentifier() for x in outputs]
@@ -101,6 +106,8 @@ def _odd_outputs(outputs: Any) -> bool:
 
 
 def _odd_settings(call: SimpleNamespace) -> str:
+    if call.settings is not None and not isinstance(call.settings, Mapping):
+        return f"a mapping, got {type(call.settings).__name__}"
     if call.signature is None:
         return ""
     given, known = dict(call.settings or {}), call.signature.settings
@@ -111,6 +118,21 @@ def _odd_settings(call: SimpleNamespace) -> str:
     if call.example is not None and lacking:
         return f"{', '.join(lacking)} must be given for the example"
     return ""
+
+
+def _odd_refusals(refuses: Any) -> str:
+    """What is no transformation, or has no reason."""
+    if refuses is None:
+        return ""
+    if not isinstance(refuses, Mapping):
+        return type(refuses).__name__
+    without = [t for t, reason in refuses.items() if not _is_reason(reason)]
+    unknown = [str(t) for t in refuses if t not in TRANSFORMATIONS]
+    return ", ".join(unknown) or ", ".join(f"{t} without one" for t in without)
+
+
+def _is_reason(reason: Any) -> bool:
+    return isinstance(reason, str) and bool(reason.strip())
 
 
 def _add(rule: str, message: str, broken: Callable, stage: int, **example: Any) -> None:
@@ -160,7 +182,9 @@ _add(
     "outputs",
     "outputs must be different identifiers, one for each array of a tuple, or a "
     "function of the settings, got {outputs!r}",
-    lambda c: _odd_outputs(c.outputs),
+    lambda c: (
+        c.outputs is not None and not callable(c.outputs) and odd_names(c.outputs)
+    ),
     1,
     outputs="out",
 )
@@ -178,10 +202,17 @@ _add(
     + ", got {odd_refusals}",
     told(
         "odd_refusals",
-        lambda c: ", ".join(t for t in c.refuses or {} if t not in TRANSFORMATIONS),
+        lambda c: _odd_refusals(c.refuses),
     ),
     1,
     refuses=dict(vmapping="it cannot"),
+)
+_add(
+    "reason",
+    "no_derivative must be None or a reason in words, got {no_derivative!r}",
+    lambda c: c.no_derivative is not None and not _is_reason(c.no_derivative),
+    1,
+    no_derivative=True,
 )
 _add(
     "no_derivative",

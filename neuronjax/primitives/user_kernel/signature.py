@@ -66,9 +66,12 @@ class Signature:
         return bound.args, bound.kwargs
 
     def of_leaf(self) -> inspect.Signature:
-        """The signature of the leaf, which is told its NAME."""
+        """The signature of the leaf, which is told its NAME and takes operands in
+        order."""
         name = inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY)
-        return self.python.replace(parameters=[*self.python.parameters.values(), name])
+        own = self.python.parameters.values()
+        own = [p.replace(name="name_") if p.name == "name" else p for p in own]
+        return self.python.replace(parameters=[*own, name])
 
     def defaults(self) -> dict[str, Any]:
         """The settings that have a default."""

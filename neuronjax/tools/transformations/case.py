@@ -93,7 +93,7 @@ class MacroCase:
         return jax.jit(lambda *flat: self._both(fun, flat))(*flat)
 
     def _both(self, fun: Callable, flat: tuple) -> tuple:
-        if self.family.no_derivative is not None:
+        if self.family.no_derivative is not None or not self.floats:
             return tuple(fun(*flat)), ()
         live = [flat[i] for i in self.floats]
         gradient = jax.grad(loss(self.of_floats(fun, flat)), tuple(range(len(live))))

@@ -48,9 +48,9 @@ def integer_tangents(case: MacroCase) -> None:
     _, pull = jax.vjp(case.macro, *case.flat)
     outs = case.macro(*case.flat)
     seeds = tuple(
-        np.zeros(o.shape, jax.dtypes.float0)
-        if jnp.issubdtype(o.dtype, jnp.integer)
-        else jnp.ones_like(o)
+        jnp.ones_like(o)
+        if jnp.issubdtype(o.dtype, jnp.inexact)
+        else np.zeros(o.shape, jax.dtypes.float0)
         for o in outs
     )
     for i, (x, cotangent) in enumerate(zip(case.flat, pull(seeds), strict=True)):
@@ -65,7 +65,7 @@ def integer_tangents(case: MacroCase) -> None:
 
 def jacobian(case: MacroCase) -> None:
     """`jax.jacrev`, which maps the backward macro over cotangents alone."""
-    if case.family.no_derivative is not None:
+    if case.family.no_derivative is not None or not any(map(is_float, case.wanted[0])):
         return
 
     def few(fun):

@@ -6,6 +6,7 @@ compares the macro with its plain reference under the same transformation.
 
 from collections.abc import Callable
 
+from neuronjax.primitives.table import DERIVATIVES
 from neuronjax.tools.transformations import (
     dtypes,
     exported,
@@ -52,6 +53,11 @@ RULES: dict[str, Callable[[MacroCase], None]] = {
 }
 
 
+# What a macro has none of whose operands is a float.
+INTEGERS = "its operands are integers, nothing is differentiated"
+OF_FLOATS = (*DERIVATIVES, "jacobian")
+
+
 def run_cell(label: str, transformation: str) -> str | None:
     """Runs one cell; one that its family refuses must refuse.
 
@@ -69,6 +75,8 @@ def run_cell(label: str, transformation: str) -> str | None:
     case = MacroCase(label)
     reason = case.family.refuses.get(transformation)
     check = {**CELLS, **RULES}[transformation]
+    if reason is None and not case.floats and transformation in OF_FLOATS:
+        return INTEGERS
     if reason is None:
         check(case)
         return None

@@ -86,7 +86,7 @@ def scan(case: MacroCase) -> None:
 
             return lax.scan(body, 0.0, jnp.array([1.0, 0.5]))[0]
 
-        if case.family.no_derivative is not None:
+        if case.family.no_derivative is not None or not case.live:
             return run
         return jax.value_and_grad(run, tuple(range(len(case.live))))
 
