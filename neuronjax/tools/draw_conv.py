@@ -1,19 +1,16 @@
 """Pictures of K-replication: what lies on the rows of the array in each pass."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import numpy as np
 
 from neuronjax.kernels.conv.plan import PARTITIONS, ReplicationPlan
 from neuronjax.primitives.conv.plan import conv1d_plan
-from neuronjax.tools.picture import figure_module, write_figure
+from neuronjax.tools.drawing import COLORS, EMPTY, Drawing
 
 MOST_PASSES = 512
 ROWS = 4  # of the array, for a character
-_COLORS = ("#4477aa", "#228833", "#ccbb44", "#ee6677", "#66ccee", "#aa3377")
-_EMPTY = "#eeeeee"
 _LEGEND = (
     f"a character is {ROWS} rows of the {PARTITIONS}: the last digit of the tap there, "
     "· for zeros"
@@ -21,7 +18,7 @@ _LEGEND = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvPicture:
+class ConvPicture(Drawing):
     """The passes of a convolution.
 
     Attributes:
@@ -39,14 +36,6 @@ class ConvPicture:
         words += f"{plan.channels_out}: {passes} pass{'es' * (passes != 1)}, "
         words += f"{plan.occupied:.0%} of the rows"
         return words + f", {cores} cores" * (cores > 1)
-
-    @property
-    def width(self) -> int:
-        """Characters of a line in a terminal."""
-        return max(map(len, str(self).splitlines()))
-
-    def __str__(self) -> str:
-        return self.__rich__().plain
 
     def __rich__(self):
         """The picture that `rich` prints."""
@@ -79,8 +68,8 @@ class ConvPicture:
         from matplotlib.colors import to_rgb
 
         taps = self.plan.layout()[..., 0].T
-        colors = np.array([to_rgb(color) for color in (*_COLORS, _EMPTY)])
-        index = np.where(taps < 0, len(_COLORS), taps % len(_COLORS))
+        colors = np.array([to_rgb(color) for color in (*COLORS, EMPTY)])
+        index = np.where(taps < 0, len(COLORS), taps % len(COLORS))
         axes.imshow(colors[index], aspect="auto", interpolation="none")
         for number, one in enumerate(self.plan.passes if len(taps[0]) <= 64 else ()):
             for tap in range(one.taps):
@@ -89,17 +78,10 @@ class ConvPicture:
         axes.set(xlabel="pass", ylabel="row of the array")
         axes.set_title(self.title, loc="left", fontsize="medium", wrap=True)
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: the file's ending is none that matplotlib knows.
-        """
-        size = (min(4 + 0.4 * len(self.plan.passes), 20), 5)
-        figure = figure_module().Figure(figsize=size, layout="constrained")
-        self.draw(figure.add_subplot())
-        write_figure(figure, path)
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the image."""
+        return min(4 + 0.4 * len(self.plan.passes), 20), 5
 
 
 def conv_picture(
@@ -138,4 +120,4 @@ def conv_picture(
 
 
 def _color(tap: int) -> str:
-    return _COLORS[tap % len(_COLORS)]
+    return COLORS[tap % len(COLORS)]

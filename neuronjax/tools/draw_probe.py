@@ -1,21 +1,18 @@
 """Pictures of the matmul probes: which tile lies where in the array, pass by pass."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import numpy as np
 
 from neuronjax.kernels.hw_ubench.plan import PARTITIONS, ProbePlan
 from neuronjax.primitives.probes.plan import probe_plan
-from neuronjax.tools.picture import figure_module, write_figure
+from neuronjax.tools.drawing import COLORS, EMPTY, Drawing
 
 MOST_PASSES = 48
 ROWS, COLUMNS = 8, 4  # of the array, for a character
 ABREAST = 3  # passes beside each other in a terminal
 _GAP = 12  # empty columns between passes in an image
-_COLORS = ("#4477aa", "#228833", "#ccbb44", "#ee6677", "#66ccee", "#aa3377")
-_EMPTY = "#eeeeee"
 _WIDE = PARTITIONS // COLUMNS
 _LEGEND = (
     f"a character is {ROWS} rows (down) and {COLUMNS} columns of the array: the last "
@@ -24,7 +21,7 @@ _LEGEND = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ProbePicture:
+class ProbePicture(Drawing):
     """The passes of a probe.
 
     Attributes:
@@ -42,14 +39,6 @@ class ProbePicture:
         words += f"{plan.m} in bands of {plan.tile_size[0]} x {plan.tile_size[1]}: "
         words += f"{passes} pass{'es' * (passes != 1)}, "
         return words + f"{plan.occupied:.0%} of the array"
-
-    @property
-    def width(self) -> int:
-        """Characters of a line in a terminal."""
-        return max(map(len, str(self).splitlines()))
-
-    def __str__(self) -> str:
-        return self.__rich__().plain
 
     def __rich__(self):
         """The picture that `rich` prints."""
@@ -87,10 +76,10 @@ class ProbePicture:
         """Draws the arrays of all passes into `axes` of matplotlib, side by side."""
         from matplotlib.colors import to_rgb
 
-        named = (*_COLORS, _EMPTY, "#ffffff")
+        named = (*COLORS, EMPTY, "#ffffff")
         colors = np.array([to_rgb(color) for color in named])
         layout = self.plan.layout()
-        index = np.where(layout < 0, len(_COLORS), layout % len(_COLORS))
+        index = np.where(layout < 0, len(COLORS), layout % len(COLORS))
         apart = np.pad(index, ((0, 0), (0, 0), (0, _GAP)), constant_values=-1)
         axes.imshow(colors[np.concatenate(apart, 1)], interpolation="none")
         step = PARTITIONS + _GAP
@@ -105,17 +94,10 @@ class ProbePicture:
         axes.set(ylabel="row of the array")
         axes.set_title(self.title, loc="left", fontsize="medium", wrap=True)
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: the file's ending is none that matplotlib knows.
-        """
-        size = (min(1.5 + 1.8 * len(self.plan.passes), 60), 3)
-        figure = figure_module().Figure(figsize=size, layout="constrained")
-        self.draw(figure.add_subplot())
-        write_figure(figure, path)
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the image."""
+        return min(1.5 + 1.8 * len(self.plan.passes), 60), 3
 
 
 def probe_picture(
@@ -176,4 +158,4 @@ def probe_picture(
 def _mark(tile: int) -> tuple[str, str]:
     if tile < 0:
         return "·", "dim"
-    return str(tile % 10), _COLORS[tile % len(_COLORS)]
+    return str(tile % 10), COLORS[tile % len(COLORS)]

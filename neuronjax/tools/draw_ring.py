@@ -6,7 +6,6 @@ for what each works on, and traced for when each permute is sent.
 
 import colorsys
 import dataclasses
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from neuronjax.kernels.shard_common import Group, arriving
-from neuronjax.tools.picture import figure_module, write_figure
+from neuronjax.tools.drawing import Drawing
 
 MOST_RANKS, MOST_CHANNELS = 128, 16
 _MOST_NUMBERS = 512  # in one table of an image
@@ -44,7 +43,7 @@ class Permute(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RingPicture:
+class RingPicture(Drawing):
     """The time line of a ring.
 
     Attributes:
@@ -73,15 +72,6 @@ class RingPicture:
         """The directions in which chunks travel during the product of `step`."""
         on_the_way = (p for p in self.permutes if p.sent <= step < p.used)
         return tuple(sorted({permute.direction for permute in on_the_way}))
-
-    @property
-    def width(self) -> int:
-        """Characters of a line in a terminal."""
-        lines = str(self).splitlines()
-        return max(map(len, lines))
-
-    def __str__(self) -> str:
-        return self.__rich__().plain
 
     def __rich__(self):
         """The picture that `rich` prints."""
@@ -177,20 +167,17 @@ class RingPicture:
         _ticks(axes.yaxis, names, "rows of the result, by their rank")
         axes.set_title(_WRITTEN, loc="left", fontsize="medium")
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: the file's ending is none that matplotlib knows.
-        """
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the image."""
         ranks, channels, steps = self.owners.shape
-        size = min(5 + 0.8 * steps, 24), min(2 + 0.3 * ranks * channels, 24)
-        figure = figure_module().Figure(figsize=size, layout="constrained")
+        return min(5 + 0.8 * steps, 24), min(2 + 0.3 * ranks * channels, 24)
+
+    def fill(self, figure: Any) -> None:
+        """Draws the time line, and beside it when rows are written."""
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         self.draw(left)
         self.draw_arrival(right)
-        write_figure(figure, path)
 
 
 def ring_picture(

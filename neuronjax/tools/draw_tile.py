@@ -5,7 +5,6 @@ No layout is written here: the library's own tile is made of the numbers 0, 1, 2
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,14 @@ import numpy as np
 
 from neuronjax.context import settings, target
 from neuronjax.primitives.tile import BUDGETS, MemrefTile, tile_bytes
-from neuronjax.tools.picture import figure_module, write_figure
+from neuronjax.tools.drawing import Drawing
 
 MOST_CHUNKS = 4096
 _ALL, _FIRST, _LAST = 8, 4, 2  # partitions or chunks that are shown in a terminal
 
 
 @dataclasses.dataclass(frozen=True)
-class TilePicture:
+class TilePicture(Drawing):
     """How a tensor lies in on-chip memory.
 
     Attributes:
@@ -85,14 +84,6 @@ class TilePicture:
             f"{self.buffer.upper()} of {self.generation}: {self.bytes} of "
             f"{self.limit} bytes a partition, {fits}"
         )
-
-    @property
-    def width(self) -> int:
-        """Characters of a line in a terminal."""
-        return max(map(len, str(self).splitlines()))
-
-    def __str__(self) -> str:
-        return self.__rich__().plain
 
     def __rich__(self) -> Any:
         """The picture that `rich` prints."""
@@ -158,17 +149,10 @@ class TilePicture:
         words = [self.title, self.memory] + [self._told()] * (self.place is not None)
         axes.set_title("\n".join(words), loc="left", fontsize="small", wrap=True)
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: the file's ending is none that matplotlib knows.
-        """
-        size = (min(5.5 + 0.4 * self.layout.shape[1], 16), 8)
-        figure = figure_module().Figure(figsize=size, layout="constrained")
-        self.draw(figure.add_subplot())
-        write_figure(figure, path)
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the image."""
+        return min(5.5 + 0.4 * self.layout.shape[1], 16), 8
 
 
 def tile_picture(

@@ -1,15 +1,15 @@
 """What each query sees, as text in a terminal and as an image in a file."""
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from neuronjax.tools.drawing import EMPTY, Drawing
+
 _COLORS = {"prior": "#4477aa", "cache": "#4477aa", "new": "#ee7733", "sink": "#ddaa33"}
 _KEYS = "#228833"
-_UNSEEN = "#eeeeee"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
+class Picture(Drawing):
     """What each query sees.
 
     Attributes:
@@ -60,9 +60,6 @@ class Picture:
     def width(self) -> int:
         """Characters of a line in a terminal."""
         return len(self._label(0)) + sum(part.wide for part in self.parts)
-
-    def __str__(self) -> str:
-        return self.__rich__().plain
 
     def __rich__(self):
         """The picture that `rich` prints."""
@@ -97,7 +94,7 @@ class Picture:
 
         colors = [part.color for part in self.parts for _ in part.columns]
         seen = np.array([to_rgb(color) for color in colors])
-        image = np.where(self.seen[..., None], seen, to_rgb(_UNSEEN))
+        image = np.where(self.seen[..., None], seen, to_rgb(EMPTY))
         axes.imshow(image, aspect="auto", interpolation="none")
         for i in range(1, len(self.rows) if len(self.rows) <= 64 else 1):
             axes.axhline(i - 0.5, color="white", linewidth=0.5)
@@ -116,37 +113,8 @@ class Picture:
         axes.set(xlabel="key", ylabel="query")
         axes.set_title(self.title, loc="left", fontsize="medium", wrap=True)
 
-    def save(self, path: str | pathlib.Path) -> None:
-        """Writes the picture to a file that matplotlib can write: `.png`, `.svg`.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: the file's ending is none that matplotlib knows.
-        """
-        module = figure_module()
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the image."""
         rows, columns = self.weights.shape
-        size = (min(3.5 + 0.22 * columns, 16), min(1.5 + 0.22 * rows, 16))
-        figure = module.Figure(figsize=size, layout="constrained")
-        self.draw(figure.add_subplot())
-        write_figure(figure, path)
-
-
-def write_figure(figure: Any, path: str | pathlib.Path) -> None:
-    """Writes a figure: what an `.svg` says is text, and the same each time."""
-    from matplotlib import rc_context
-
-    svg = pathlib.Path(path).suffix == ".svg"
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "neuronjax"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if svg else None)
-
-
-def figure_module() -> Any:
-    """`matplotlib.figure`, or one line that says how to get it."""
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise ImportError(
-            "a picture in a file needs matplotlib: pip install matplotlib",
-            name=error.name,
-        ) from None
-    return figure
+        return min(3.5 + 0.22 * columns, 16), min(1.5 + 0.22 * rows, 16)
