@@ -23,7 +23,7 @@ class Entry:
         emitter: the function of `neuronjax.emit` that emits it; empty for backward
             macros, which differentiation emits.
         tiled: True when it takes tiles, False when tensors, None when one NAME takes
-        both.
+            both.
     """
 
     name: str

@@ -178,7 +178,7 @@ _row(
 )
 _row(
     "tile_free",
-    "the axis of x that goes to the partitions fills them: at most 128 or a multiple, "
+    "the axis of x that goes to the partitions must have at most 128 or a multiple, "
     "got shape {shape}",
     size=Size(
         "free",

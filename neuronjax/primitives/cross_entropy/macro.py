@@ -142,7 +142,7 @@ def _emit_backward(operands, outs, cotangents, *, name, out_dtype, **config):
 
 
 def _differentiated(config: dict[str, Any]) -> dict[str, Any]:
-    """A rounded lse would be too coarse for the softmax."""
+    """The same call, with what the backward's softmax is made of among its outputs."""
     return config | dict(residual=True)
 
 
