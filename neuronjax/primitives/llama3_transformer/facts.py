@@ -119,6 +119,12 @@ def _size(axis: str, found: dict[str, Any]) -> Any:
     return 1 if axis == "1" else found[axis]
 
 
+def empty(call: SimpleNamespace) -> str:
+    """The operands that hold nothing, described."""
+    hollow = (f"{name} of {shape}" for name, shape in call.shapes.items() if 0 in shape)
+    return ", ".join(hollow)
+
+
 def odd_axis(call: SimpleNamespace) -> str:
     """What is wrong with the mesh axis of the ranks; empty if nothing is.
 

@@ -15,6 +15,7 @@ from neuronjax.primitives.llama3_transformer.chip import refused_on_chip
 from neuronjax.primitives.llama3_transformer.facts import (
     BOTH,
     EMITTER,
+    empty,
     misplaced,
     odd_axis,
 )
@@ -73,8 +74,8 @@ _row(
 )
 _row(
     "empty",
-    "no axis may be empty, got {shapes}",
-    lambda c: any(0 in shape for shape in c.shapes.values()),
+    "no axis may be empty, got {empty}",
+    told("empty", empty),
     example=_arguments(X=(0, 2, 8)),
 )
 _row(
