@@ -1,7 +1,7 @@
 """`neuronjax demo`: a small decoder learns to write like Shakespeare, in a minute."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -85,11 +85,7 @@ def _panel(title: str, text: str) -> Panel:
 
 def _before(config: TrainConfig) -> str:
     from neuronjax.tools.train.blueprint import Blueprint
-    from neuronjax.tools.train.sample import sample
+    from neuronjax.tools.train.sample import sample_of
 
     blueprint = Blueprint(config, spread=False)
-    model = blueprint.model(blueprint.params())
-    options: dict[str, Any] = dict(
-        tokens=config.sample_tokens, temperature=config.temperature
-    )
-    return sample(model, config.prompt, seed=config.seed, **options)
+    return sample_of(blueprint.model(blueprint.params()), config)

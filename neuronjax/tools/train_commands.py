@@ -64,10 +64,11 @@ def run(
     from neuronjax.tools.train.curve import require_matplotlib, save_curve
     from neuronjax.tools.train.display import watching
     from neuronjax.tools.train.loop import train as train_model
-    from neuronjax.tools.train.run import CURVE, finished
+    from neuronjax.tools.train.run import CURVE, finished, load_run
+    from neuronjax.tools.train.sample import sample_of
 
     require_matplotlib()
-    began = finished(config.out)[-1] if resume and finished(config.out) else 0
+    began = max(finished(config.out), default=0) if resume else 0
     words = f" from step {began}" if began else ""
     _stderr.print(f"Training in {config.out}{words}: {_plan(config)}", highlight=False)
     try:
@@ -80,20 +81,9 @@ def run(
         save_curve(trained.records, Path(config.out) / CURVE)
         _stderr.print(_summary(trained), highlight=False)
     if config.sample_tokens:
-        say(_sample(config))
+        model, _ = load_run(config.out)
+        say(sample_of(model, config))
     return trained
-
-
-def _sample(config: TrainConfig) -> str:
-    """What a run's newest checkpoint writes."""
-    from neuronjax.tools.train.run import load_run
-    from neuronjax.tools.train.sample import sample
-
-    model, _ = load_run(config.out)
-    options: dict[str, Any] = dict(
-        tokens=config.sample_tokens, temperature=config.temperature
-    )
-    return sample(model, config.prompt, seed=config.seed, **options)
 
 
 def _plan(config: TrainConfig) -> str:

@@ -84,7 +84,7 @@ class TrainConfig:
                 value = read(field.name, getattr(self, field.name), *kinds[field.name])
                 object.__setattr__(self, field.name, value)
                 check(field, value)
-            for holds, words in _agreements(self):
+            for holds, words in (*_of_model(self), *_of_mesh(self), *_of_prompt(self)):
                 if not holds:
                     raise ValueError(words)
         except ValueError as error:
@@ -106,9 +106,11 @@ class TrainConfig:
         return dict(data=self.data, tensor=self.tensor, expert=self.expert)
 
 
-def _agreements(c: TrainConfig) -> list[tuple[bool, str]]:
-    """What two settings must fulfil together, and the words when they do not."""
-    ranks, rows = c.tensor * c.lnc, c.data * c.expert
+# What two settings must fulfil together, and the words when they do not.
+Agreements = list[tuple[bool, str]]
+
+
+def _of_model(c: TrainConfig) -> Agreements:
     return [
         (
             c.d_model % c.heads == 0,
@@ -132,6 +134,12 @@ def _agreements(c: TrainConfig) -> list[tuple[bool, str]]:
             c.warmup < c.steps,
             f"warmup must be less than steps = {c.steps}, got {c.warmup}",
         ),
+    ]
+
+
+def _of_mesh(c: TrainConfig) -> Agreements:
+    ranks, rows = c.tensor * c.lnc, c.data * c.expert
+    return [
         (
             c.batch % rows == 0,
             f"batch must be a multiple of data * expert = {rows}, got {c.batch}",
@@ -157,6 +165,11 @@ def _agreements(c: TrainConfig) -> list[tuple[bool, str]]:
             c.expert == 1 or (c.experts > 0 and c.experts % c.expert == 0),
             f"expert must divide experts = {c.experts}, got {c.expert}",
         ),
+    ]
+
+
+def _of_prompt(c: TrainConfig) -> Agreements:
+    return [
         (bool(c.prompt), "prompt must not be empty"),
         (
             len(c.prompt.encode()) < c.seq,
@@ -177,6 +190,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is no yaml, no mapping, or has a name that is no setting.
+        ImportError: PyYAML is not installed.
     """
     try:
         import yaml

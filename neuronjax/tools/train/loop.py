@@ -114,12 +114,13 @@ class _Run:
     def go(self, watch: Watch) -> Trained:
         while self.step < self.config.steps:
             record = self._take()
-            due = self.step % self.config.save_every == 0
-            if due or self.step == self.config.steps:
+            last = self.step == self.config.steps
+            due = last or self.step % self.config.save_every == 0
+            if due:
                 record = dataclasses.replace(record, validation=self._score())
             # The log comes first: a checkpoint never knows of a step that it lacks.
             self.log.add(record)
-            if record.validation is not None or due or self.step == self.config.steps:
+            if due:
                 self._save()
             watch(record)
         return Trained(self.config, tuple(self.log.records), self.began)
@@ -169,12 +170,10 @@ class _Run:
         facts = self.store.facts(self.step)
         require_same(facts, self.config, self.text)
         stepping = self.stepping
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        blueprint = stepping.blueprint
         like = {
-            "params": placed(
-                stepping.blueprint.shapes, stepping.blueprint.shardings or one
-            ),
-            "moments": placed(stepping.shapes, stepping.shardings or one),
+            "params": placed(blueprint.shapes, blueprint.shardings),
+            "moments": placed(stepping.shapes, stepping.shardings),
         }
         found = self.store.arrays(self.step, like)
         self.params, self.moments = found["params"], found["moments"]

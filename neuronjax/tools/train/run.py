@@ -101,18 +101,18 @@ def load_run(folder: str | Path, step: int | None = None) -> tuple[Llama, TrainC
             )
         config = TrainConfig(**store.facts(step)["config"])
         blueprint = Blueprint(config, spread=False)
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        like = {"params": placed(blueprint.shapes, one)}
+        like = {"params": placed(blueprint.shapes)}
         params = store.arrays(step, like, partial=True)["params"]
         return blueprint.model(params), config
     finally:
         store.close()
 
 
-def placed(shapes: Any, shardings: Any) -> Any:
-    """`shapes` with their shardings: one for all, or a tree of them."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
+def placed(shapes: Any, shardings: Any = None) -> Any:
+    """`shapes` with their shardings; without, all lie on the first device."""
+    if shardings is None:
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = jax.tree.map(lambda _: one, shapes)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,

@@ -1,6 +1,7 @@
 """Text from a decoder whose tokens are bytes."""
 
 from neuronjax.models.llama import Llama
+from neuronjax.tools.train.config import TrainConfig
 
 
 def sample(
@@ -48,6 +49,17 @@ def sample(
         ids, left = ids + new, left - count
         context = ids[-(window // 2) :]
     return shown(bytes(ids).decode("utf-8", "replace"))
+
+
+def sample_of(model: Llama, config: TrainConfig) -> str:
+    """Continues the prompt of a run, as its settings say."""
+    return sample(
+        model,
+        config.prompt,
+        tokens=config.sample_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+    )
 
 
 def shown(text: str) -> str:
