@@ -116,7 +116,8 @@ class Trace:
             The page.
 
         Raises:
-            ValueError: there is no such target.
+            ValueError: there is no such target, or the table was not made by
+                `neuronjax.trace`.
         """
         from neuronjax.tools.html import report  # a picture only
 
