@@ -15,7 +15,7 @@ from neuronjax.tools.export import subjects
 from neuronjax.tools.export.exporting import PLATFORMS
 from neuronjax.tools.export.exporting import export as write
 from neuronjax.tools.export.program import ExportedProgram
-from neuronjax.tools.export.subjects import Phase
+from neuronjax.tools.export.subjects import Phase, Subject
 
 _stderr = Console(stderr=True)
 
@@ -62,23 +62,11 @@ def export(
 ) -> None:
     """Writes WHAT as StableHLO, which jax and flatbuffers alone can run."""
     with one_line_errors():
-        _require_weights(weights, phase, dtype)
+        _require_weights(what, weights, phase, dtype)
         status = Status(f"Lowering {escape(what)}", console=_stderr)
         with status:
-            if subjects.is_op(what):
-                if weights is not None:
-                    raise ValueError(f"--weights: {what} is a macro and has none")
-                subject = subjects.of_op(what, dtype.value, symbolic=symbolic)
-            else:
-                subject = subjects.of_model(
-                    subjects.model_path(what),
-                    phase,
-                    batch=batch,
-                    seq=seq,
-                    slots=seq if slots is None else slots,
-                    dtype=dtype.value,
-                    symbolic=symbolic,
-                )
+            sizes = dict(batch=batch, seq=seq, slots=seq if slots is None else slots)
+            subject = _subject(what, phase, dtype.value, symbolic, sizes)
             program = write(
                 subject.call,
                 *subject.args,
@@ -95,11 +83,23 @@ def export(
         _tell(program, out, weights)
 
 
+def _subject(
+    what: str, phase: Phase, dtype: str, symbolic: bool, sizes: dict[str, int]
+) -> Subject:
+    """A macro on its example, or a model of these sizes."""
+    if subjects.is_op(what):
+        return subjects.of_op(what, dtype, symbolic=symbolic)
+    path = subjects.model_path(what)
+    return subjects.of_model(path, phase, dtype=dtype, symbolic=symbolic, **sizes)
+
+
 def _require_weights(
-    weights: pathlib.Path | None, phase: Phase, dtype: ExampleDtype
+    what: str, weights: pathlib.Path | None, phase: Phase, dtype: ExampleDtype
 ) -> None:
     if weights is None:
         return
+    if subjects.is_op(what):
+        raise ValueError(f"--weights: {what} is a macro and has none")
     if weights.suffix != ".npz":
         raise ValueError(f"--weights: expected a name that ends in .npz, got {weights}")
     if phase == Phase.layer:
