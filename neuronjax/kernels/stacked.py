@@ -1,10 +1,13 @@
 """One layer of arrays that hold all layers, inside a loop over layers."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
@@ -31,16 +34,46 @@ def layer_at(stack: Any, i: jax.Array) -> Any:
     return jax.tree.map(row, stack)
 
 
-@jax.custom_jvp
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
     if not is_narrow(x.dtype):
         return lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return _narrow_row_p.bind(x, i, axis=0)
+
+
+# Bits have no derivative, and a rule of `jax.custom_jvp` is forgotten by a scan that is
+# differentiated in reverse: second derivatives would silently be 0. Those of a
+# primitive are not.
+_narrow_row_p = Primitive("narrow_row")
+
+
+@functools.partial(jax.jit, static_argnames="axis")
+def _cut(x: jax.Array, i: jax.Array, *, axis: int) -> jax.Array:
     raw = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
-    row = lax.dynamic_index_in_dim(raw, i, keepdims=False)
+    row = lax.dynamic_index_in_dim(raw, i, axis, keepdims=False)
     return lax.bitcast_convert_type(row, x.dtype)
 
 
-@_row.defjvp
-def _row_jvp(primals, tangents):
+def _jvp(primals, tangents, *, axis):
     (x, i), (dx, _) = primals, tangents
-    return _row(x, i), lax.dynamic_index_in_dim(dx, i, keepdims=False)
+    out = _narrow_row_p.bind(x, i, axis=axis)
+    if isinstance(dx, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, lax.dynamic_index_in_dim(dx, i, axis, keepdims=False)
+
+
+def _batch(operands, dims, *, axis):
+    (x, i), (of_x, of_i) = operands, dims
+    if of_i is not None:
+        cut = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+        return jax.vmap(cut, dims)(x, i), 0
+    axis += of_x <= axis
+    return _narrow_row_p.bind(x, i, axis=axis), of_x - (of_x > axis)
+
+
+_narrow_row_p.def_impl(_cut)
+_narrow_row_p.def_abstract_eval(
+    lambda x, i, *, axis: _cut.trace(x, i, axis=axis).out_avals
+)
+ad.primitive_jvps[_narrow_row_p] = _jvp
+batching.primitive_batchers[_narrow_row_p] = _batch
+mlir.register_lowering(_narrow_row_p, mlir.lower_fun(_cut, multiple_results=False))
