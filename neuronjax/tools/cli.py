@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from neuronjax.tools.check_commands import gradcheck, verify
+from neuronjax.tools.console import table_console
 from neuronjax.tools.demo_commands import demo
 from neuronjax.tools.devices import start_devices
 from neuronjax.tools.diff_command import diff
@@ -132,9 +133,8 @@ def trace(
         tables = trace_llama(
             config, batch=batch, seq=seq, dtype=dtype.value, gradient=gradient
         )
-        # Where output is no terminal nothing says how wide it is; a table that is
-        # folded to 80 columns cannot be searched.
-        console = Console() if Console().is_terminal else Console(width=200)
+        # A table that is folded to 80 columns cannot be searched.
+        console = table_console(width=200)
         for title, table in tables.items():
             console.print(f"[bold]{title}[/bold]", table)
         if html is not None:
@@ -170,9 +170,7 @@ def evaluate(
             rows = evaluation.evaluate(
                 model, words, forms=names, window=window, limit=tokens, start=start
             )
-        Console(width=None if Console().is_terminal else 100).print(
-            evaluation.table(rows, window)
-        )
+        table_console(width=100).print(evaluation.table(rows, window))
 
 
 def _read(text: pathlib.Path) -> str:

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from neuronjax.tools.console import table_console
 from neuronjax.tools.devices import start_devices
 from neuronjax.tools.errors import one_line_errors
 from neuronjax.tools.train.config import TrainConfig
@@ -63,7 +63,7 @@ def _show(config: TrainConfig) -> None:
     from neuronjax.tools.train_commands import run
 
     require_matplotlib()
-    console = Console(width=None if Console().is_terminal else 100)
+    console = table_console(width=100)
     console.print(_panel("Before: random weights", _before(config)))
     trained = run(config, say=lambda text: console.print(_panel("After", text)))
     losses = [record.loss for record in trained.records]
