@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """Leaves out the cells that `--table-every` skips."""
-    every = config.getoption("--table-every")
+    every = int(config.getoption("--table-every") or 1)
     cells = [item for item in items if item.path.name == _TABLE]
     skipped = {item for i, item in enumerate(cells) if i % every}
     if skipped:
