@@ -126,9 +126,13 @@ FLOATS = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
 def odd_dtype(operands: Mapping[str, Any]) -> str:
     """The first operand whose dtype is none of `FLOATS`, described; "" if none is."""
     for name, x in operands.items():
-        dtype = getattr(x, "dtype", None)
-        if x is not None and dtype not in FLOATS:
-            return f"{name} of dtype {dtype}"
+        if x is None:
+            continue
+        # NumPy takes None for float64: `None in FLOATS`.
+        if not hasattr(x, "dtype"):
+            return f"{name} of type {type(x).__name__}"
+        if x.dtype not in FLOATS:
+            return f"{name} of dtype {x.dtype}"
     return ""
 
 

@@ -196,4 +196,5 @@ def _norm_bwd(
 
 
 def _letters(count: int) -> str:
-    return "ABCDEFGHIJKLMNOPQRSTUVW"[:count]
+    """Subscripts of the batch axes; x and y are those of the weight."""
+    return "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvw"[:count]

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from neuronjax.kernels.feature import wide
 from neuronjax.kernels.reduce.options import Options, lined, unlined
 from neuronjax.kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
+from neuronjax.kernels.shard_common import laid_like
 
 Values = Float[Array, "..."]
 
@@ -120,8 +121,7 @@ def _others(z: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     left = lax.pad(lax.cumprod(rows, last), one, [*rest, (1, -1, 0)])
     right = lax.cumprod(rows, last, reverse=True)
     right = lax.pad(right, one, [*rest, (-1, 1, 0)])
-    product, sharding = unlined(left * right, z, axes), jax.typeof(z).sharding
-    return jax.sharding.reshard(product, sharding) if any(sharding.spec) else product
+    return laid_like(unlined(left * right, z, axes), z)
 
 
 def _whole(rows: jax.Array) -> jax.Array:

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from neuronjax.kernels.shard_common import laid_like
 
 
 class Options(NamedTuple):
@@ -45,8 +48,14 @@ def lined(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """`x` with `axes` as one last axis: `[*others, n]`."""
     if axes in ((-1,), (x.ndim - 1,)):
         return x
-    rows = jnp.moveaxis(x, axes, range(x.ndim - len(axes), x.ndim))
-    return lax.collapse(rows, x.ndim - len(axes), x.ndim)
+    first = x.ndim - len(axes)
+    rows = jnp.moveaxis(x, axes, range(first, x.ndim))
+    sharding = jax.typeof(rows).sharding
+    if any(sharding.spec[first + 1 :]):
+        # An explicit mesh divides only the outermost of axes that become one.
+        whole = PartitionSpec(*sharding.spec[:first], *[None] * len(axes))
+        rows = jax.sharding.reshard(rows, NamedSharding(sharding.mesh, whole))
+    return lax.collapse(rows, first, x.ndim)
 
 
 def unlined(rows: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -55,4 +64,5 @@ def unlined(rows: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         return rows
     sizes = [x.shape[axis] for axis in axes]
     last = range(x.ndim - len(axes), x.ndim)
-    return jnp.moveaxis(rows.reshape(*rows.shape[:-1], *sizes), last, axes)
+    y = jnp.moveaxis(rows.reshape(*rows.shape[:-1], *sizes), last, axes)
+    return laid_like(y, x)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from neuronjax.kernels.dtypes import accumulator
 
@@ -84,9 +84,12 @@ def contract(spec: str, *arrays: jax.Array, like: jax.Array) -> jax.Array:
     result's sharding is a choice that has to be named; elsewhere this is an einsum.
     """
     acc = accumulator(like.dtype, *(x.dtype for x in arrays))
-    sharding = jax.typeof(like).sharding
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    out_sharding = sharding if explicit else None
+    found = [jax.typeof(x).sharding for x in (like, *arrays)]
+    explicit = [s for s in found if AxisType.Explicit in s.mesh.axis_types]
+    out_sharding = explicit[0] if explicit else None
+    if explicit and found[0] is not explicit[0]:
+        # A constant lies on no mesh: whole.
+        out_sharding = NamedSharding(explicit[0].mesh, PartitionSpec())
     return jnp.einsum(
         spec, *arrays, preferred_element_type=acc, out_sharding=out_sharding
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import FP8
 from neuronjax.primitives import contracts
-from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.contracts import Contract, told
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.kinds import described, is_number
 from neuronjax.primitives.known import is_epsilon
@@ -104,7 +104,22 @@ def _row(rule: str, message: str, *args: Any, **kwargs: Any) -> None:
     contracts.add(Contract(f"fused_linear.{rule}", _BOTH, text, *args, **kwargs))
 
 
+def _no_array(call: SimpleNamespace) -> str:
+    """The first operand that must be an array and is none, described."""
+    for name in ("x", "w"):
+        if not hasattr(getattr(call, name), "dtype"):
+            return f"{name} of type {type(getattr(call, name)).__name__}"
+    return ""
+
+
 contracts.add(only_hints(EMITTER, _arguments()))
+_row(
+    "arrays",
+    "x and w must be arrays, got {no_array}",
+    told("no_array", _no_array),
+    example=_arguments(w=None),
+    stage=0,
+)
 _row(
     "tensor",
     "FusedLinear has no tiled form: its operands must be tensors",

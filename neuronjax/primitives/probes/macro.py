@@ -77,8 +77,9 @@ def _product(name: str, config: dict[str, Any], a: Array, b: Array) -> Array:
     rank = 3 if packed else 2
     a, b = (doubled(x) if packed else x for x in (a, b))
     rows, tiles = a.shape[-rank], a.shape[0] if a.ndim > rank else 1
-    # A tile holds at most 128 rows here; more of them are passes over tensors.
-    tiled = config["is_tiled"] and rows <= PARTITIONS
+    # A tile holds at most 128 rows here, and so does its result: more are passes over
+    # tensors.
+    tiled = config["is_tiled"] and max(rows, a.shape[-1]) <= PARTITIONS
     config = config | placed(name, rows, a.shape[-1], tiles)
     config |= {key: None for key in _LAYOUT if key in config}
     config |= dict(transpose=False, psum="start", is_tiled=tiled)

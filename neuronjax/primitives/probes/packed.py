@@ -15,7 +15,7 @@ from neuronjax.primitives.probes.facts import PACKED, facts, integers, one_of
 from neuronjax.primitives.probes.macro import PACKED as NAME
 from neuronjax.primitives.probes.packed_rules import PERF_MODE
 from neuronjax.primitives.probes.plan import pair_of
-from neuronjax.primitives.tile import PARTITIONS, MemrefTile
+from neuronjax.primitives.tile import PARTITIONS, MemrefTile, require_fit
 
 Pairs = Sequence[Sequence[int]] | np.ndarray
 
@@ -117,8 +117,8 @@ def combine_trn2_double_row_matmult_tiles(
         the second.
 
     Raises:
-        ValueError: there are not two tiles in PSUM, they differ, or their rows together
-            do not fill whole partitions.
+        ValueError: there are not two tiles in PSUM, they differ, their rows together do
+            not fill whole partitions, or the result does not fit PSUM.
 
     Source:
         The compiler's helper of this name; nothing public defines the order of its
@@ -155,7 +155,9 @@ def combine_trn2_double_row_matmult_tiles(
     pair = jnp.stack([first.data, second.data], 2)
     partitions = min(rows, PARTITIONS)
     data = pair.reshape(partitions, rows // partitions, *first.data.shape[2:])
-    return MemrefTile(data, first.axis, "psum")
+    merged = MemrefTile(data, first.axis, "psum")
+    require_fit(function, tiles=merged)
+    return merged
 
 
 def _static(indices: Any) -> Any:

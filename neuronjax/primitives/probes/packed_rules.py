@@ -8,13 +8,24 @@ import numpy as np
 from neuronjax.context import TARGETS
 from neuronjax.primitives.contracts import told
 from neuronjax.primitives.kinds import described, is_count
-from neuronjax.primitives.probes.facts import PACKED, integers, is_permutation
+from neuronjax.primitives.probes.facts import (
+    PACKED,
+    integers,
+    is_permutation,
+    operands_of,
+    shape_of,
+)
 from neuronjax.primitives.probes.plan import is_pair
 from neuronjax.primitives.probes.rules import changed, row
 
 PERF_MODE = "double_row_gen3"
 LANES = 32
 _ONLY = (PACKED,)
+
+
+def _is_of(words: Any, value: Any) -> bool:
+    """Whether a setting is None or one of `words`."""
+    return value is None or (isinstance(value, str) and value in words)
 
 
 def _odd_index(call: SimpleNamespace) -> tuple[str, Any] | None:
@@ -25,7 +36,8 @@ def _odd_index(call: SimpleNamespace) -> tuple[str, Any] | None:
             continue
         held = integers(index)
         if held is None or held.shape != (call.k,) or not is_permutation(held, call.k):
-            return name, index
+            shown = described(index)
+            return name, shown if len(shown) < 60 else f"{shown[:60]}.."
     return None
 
 
@@ -46,12 +58,14 @@ def _first(held: np.ndarray) -> str:
     return f"[{shown}, ...]"
 
 
-def _bad_flat(call: SimpleNamespace) -> bool:
+def _bad_flat(call: SimpleNamespace) -> str:
+    """A split of the flat axis that does not fit the operand, described."""
     flat = call.lhs_free_and_double_row_shape
     if flat is None:
-        return False
-    last = getattr(call.left, "shape", (0,))[-1:] or (0,)
-    return not is_pair(flat) or flat[0] * flat[1] != last[0]
+        return ""
+    left, right = map(shape_of, operands_of(call))
+    whole = is_pair(flat) and left[-1:] == (flat[0] * flat[1],)
+    return "" if whole and len(left) == len(right) - 1 else described(flat)
 
 
 row(
@@ -75,8 +89,11 @@ row(
 row(
     "target",
     _ONLY,
-    f"target must be None or one of {', '.join(TARGETS)}, got {{target}}",
-    lambda c: c.target is not None and c.target not in TARGETS,
+    f"target must be None or one of {', '.join(TARGETS)}, got {{shown_target}}",
+    told(
+        "shown_target",
+        lambda c: "" if _is_of(TARGETS, c.target) else described(c.target),
+    ),
     example=changed(target="gen1"),
 )
 row(
@@ -86,7 +103,7 @@ row(
     "{shown_mode}",
     told(
         "shown_mode",
-        lambda c: "" if c.perf_mode in (None, PERF_MODE) else described(c.perf_mode),
+        lambda c: "" if _is_of((PERF_MODE,), c.perf_mode) else described(c.perf_mode),
     ),
     example=changed(perf_mode="double_column"),
 )
@@ -94,16 +111,21 @@ row(
     "generation",
     _ONLY,
     "perf_mode=double_row_gen3 is not supported on {generation}",
-    lambda c: c.perf_mode == PERF_MODE and c.generation == "gen2",
+    lambda c: (
+        c.perf_mode is not None
+        and _is_of((PERF_MODE,), c.perf_mode)
+        and _is_of(("gen2",), c.generation)
+    ),
     example=changed(target="gen2"),
     literal=True,
 )
 row(
     "flat",
     _ONLY,
-    "lhs_free_and_double_row_shape must be (m, 2), whose product is the last axis of "
-    "stationary, got {lhs_free_and_double_row_shape} for {left_shape}",
-    _bad_flat,
+    "lhs_free_and_double_row_shape must be (m, 2), whose product is the last axis of a "
+    "stationary of one axis less than moving, got {shown_flat} for {left_shape} and "
+    "{right_shape}",
+    told("shown_flat", _bad_flat),
     example=changed(lhs_free_and_double_row_shape=(2, 2)),
 )
 row(

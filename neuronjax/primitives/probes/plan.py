@@ -81,7 +81,8 @@ def probe_plan(
     odd = odd_size(kind, tile_size)
     if not odd:
         band = plan_of(kind, *sizes, pair_of(tile_size)).tile_size
-        odd = odd_columns(m, band) or odd_positions(tile_position, band, tiles)
+        odd = odd_columns(sizes[2], band)
+        odd = odd or odd_positions(tile_position, band, sizes[0])
     if odd:
         raise ValueError(f"probe_plan: {odd}")
     places = pairs_of(tile_position)

@@ -37,7 +37,8 @@ def reduce(
     - `"norm"`: `z` itself, not reduced; that of the norm.
 
     `N` is the number of elements for `"rms"` and 1 for `"l2"`. A NaN makes its result
-    NaN, and the gradient of all elements that it was reduced with.
+    NaN. The gradient of an extreme, and of a norm, that is NaN is NaN for all elements
+    of it; that of the other ops where the derivative above reads the NaN.
 
     Args:
         x: any shape of at least one axis, any floating dtype of 16 bits or more.

@@ -31,7 +31,7 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rules read of a call of any of these functions."""
     given: dict[str, Any] = {key: getattr(call, key, None) for key in OPERANDS}
     shape = tuple(getattr(call.x, "shape", ()))
-    op = getattr(call, "op", "norm")
+    op = _word(getattr(call, "op", "norm"))
     axes = axes_of(getattr(call, "axis", -1), len(shape))
     sizes = tuple(shape[axis] for axis in axes or ())
     keys = ("eps", "offset", "hidden_actual")
@@ -52,6 +52,12 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
         actual=getattr(call, "hidden_actual", None),
         shown=described(getattr(call, "axis", -1)),
     )
+
+
+def _word(value: Any) -> Any:
+    """A setting that is a word; an array, which has no one truth value, by its type."""
+    is_array = hasattr(value, "dtype") and not isinstance(value, str)
+    return type(value).__name__ if is_array else value
 
 
 def axes_of(axis: Any, rank: int) -> tuple[int, ...] | None:
@@ -76,6 +82,8 @@ def is_radicand(eps: float) -> bool:
 def traced(settings: dict[str, Any]) -> str:
     """The first setting that is no Python number, described; empty if none is."""
     for key, value in settings.items():
+        if isinstance(value, str | bytes | bool):
+            return f"{key} of type {type(value).__name__}"
         try:
             float(0 if key == "hidden_actual" and value is None else value)
         except (TypeError, ValueError):
@@ -85,8 +93,8 @@ def traced(settings: dict[str, Any]) -> str:
 
 def _norm(call: SimpleNamespace) -> Any:
     """The norm that a call asks for; "rms" where the emitter is not told."""
-    norm = getattr(call, "norm", "rms")
-    if norm is None and call.function == EMITTER and call.op == "norm":
+    norm, op = _word(getattr(call, "norm", "rms")), getattr(call, "op", "norm")
+    if norm is None and call.function == EMITTER and _word(op) == "norm":
         return "rms"
     return norm
 
@@ -200,6 +208,14 @@ _row(
     "x must have shape [*batch, d_model] without an axis of size 0, got {shape}",
     lambda c: c.normalises and (not c.shape or 0 in c.shape),
     example=_arguments(x=np.zeros((0, 8), np.float32)),
+)
+_row(
+    "elements",
+    ("reduce",),
+    "x must have no axis of size 0 for op norm, got {shape}",
+    lambda c: c.normalises and 0 in c.shape and not _is_empty(c),
+    example=_arguments(x=np.zeros((0, 8), np.float32)),
+    stage=2,
 )
 _row(
     "dtype",
