@@ -1,6 +1,7 @@
 """`neuronjax.gradcheck`: a wrong derivative is found, whichever it is."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -8,12 +9,14 @@ import neuronjax
 from neuronjax.primitives import registry
 from neuronjax.tools.cli import app
 from neuronjax.tools.gradcheck import gradcheck
+from neuronjax.tools.verify.functions import every_label
 
 
 def test_right_derivatives_pass():
     done = []
     report = gradcheck("RoPE", "CumSum", "CumSumBwd", done=done.append)
-    assert report and done == ["RoPE", "CumSum", "CumSumBwd"]
+    assert report and tuple(done) == report.rows
+    assert [row.name for row in done] == ["RoPE", "CumSum", "CumSumBwd"]
     for row in report.rows:
         assert len(row.errors) == 3 and max(row.errors) < 1e-8
         assert row.against == "differences"
@@ -70,6 +73,32 @@ def test_a_users_kernel_is_checked_like_others(factor):
     assert bool(report) == (factor == 2)
 
 
+def test_a_kernel_that_raises_fails_and_the_others_are_checked():
+    """Its example has a cell that no reshape can give."""
+    neuronjax.register_kernel(
+        "CheckedBroken",
+        lambda x: x.reshape(3, 7),
+        example=lambda dtype, batch: (jnp.ones(batch, dtype),),
+    )
+    broken, right = gradcheck("CheckedBroken", "CumSum").rows
+    assert right and not broken and "reshape" in str(broken.raised)
+    assert "FAIL" in broken.line and "reshape" in broken.line
+
+
+def test_by_default_users_kernels_with_an_example_are_checked_too():
+    def numbers(dtype, batch):
+        return (np.arange(1, batch + 1).astype(dtype),)
+
+    neuronjax.register_kernel("CheckedByDefault", lambda x: x * x, example=numbers)
+    neuronjax.register_kernel("CheckedByNobody", lambda x: x * x)
+    labels = every_label()
+    assert set(registry.examples()) < set(labels) and "CheckedByDefault" in labels
+    assert "CheckedByNobody" not in labels
+    assert gradcheck("CheckedByDefault")
+    (row,) = gradcheck("CheckedByNobody").rows
+    assert not row and "no example" in str(row.raised)
+
+
 def test_what_rounds_is_compared_with_its_plain_form():
     (row,) = gradcheck("OutputProjection (static fp8)").rows
     assert row and row.against == "plain form" and len(row.errors) == 3
@@ -103,6 +132,26 @@ def test_the_command_has_a_table_and_an_exit_status(monkeypatch):
     monkeypatch.setattr(family, "backward", wrong)
     result = CliRunner().invoke(app, ["gradcheck", "cumsum"])
     assert result.exit_code == 1 and "FAIL" in result.stdout
+
+
+def test_the_command_checks_a_users_file(tmp_path):
+    file = tmp_path / "gradchecked_kernel.py"
+    file.write_text(
+        "import jax.numpy as jnp, neuronjax\n"
+        "neuronjax.register_kernel('CheckedFile', lambda x: x * x,\n"
+        "    backward=lambda operands, outs, d: (operands[0] * d,),\n"
+        "    example=lambda dtype, batch: (jnp.ones(batch, dtype),))\n"
+    )
+    for arguments in (
+        ["gradcheck", "CheckedFile", "CumSum"],
+        ["verify", "CheckedFile"],
+    ):
+        result = CliRunner().invoke(app, [*arguments, "--from", str(file)])
+        assert result.exit_code == (arguments[0] == "gradcheck"), result.output
+    lines = CliRunner().invoke(app, ["gradcheck", "CheckedFile", "CumSum"]).stdout
+    head, first, second, last = lines.splitlines()
+    assert "FAIL" in first and "CheckedFile" in first and "pass" in second
+    assert "second" in head and last.startswith("1 of 2 macros pass")
 
 
 def test_the_command_refuses_an_unknown_name_in_one_line():

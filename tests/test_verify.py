@@ -290,6 +290,39 @@ def test_a_registered_kernel_of_a_users_own_is_a_name_like_others():
     assert check(3) and not check(2)
 
 
+def test_an_unknown_setting_of_a_name_is_one_clear_error_or_a_note():
+    """A user's kernel names its settings; macros of the catalog carry hints."""
+
+    def power(x, *, power=2):
+        return x**power
+
+    def operands(dtype, batch):
+        return (normal(batch, 3, dtype=dtype),)
+
+    neuronjax.register_kernel("VerifiedPower", power, example=operands)
+    neuronjax.register_kernel("VerifiedAlone", power)
+    for args in ((), (normal(2),)):
+        with pytest.raises(ValueError, match="1 operand .* power=2: .*bogus"):
+            neuronjax.verify("VerifiedPower", *args, bogus=1)
+    with pytest.raises(ValueError, match="VerifiedAlone: .*bogus"):
+        neuronjax.verify("VerifiedAlone", normal(2), bogus=1)
+    with pytest.raises(ValueError, match="has no example"):
+        neuronjax.verify("VerifiedAlone")
+    assert neuronjax.verify("VerifiedPower", power=3).notes == ()
+    (note,) = neuronjax.verify("CumSum", bogus=1).notes
+    assert "carries bogus as a hint" in note
+
+
+def test_an_example_without_random_numbers_has_no_other_seed():
+    def operands(dtype, batch):
+        return (jnp.ones((batch, 3), dtype),)
+
+    neuronjax.register_kernel("VerifiedOnes", lambda x: x + x, example=operands)
+    assert verify_example("VerifiedOnes")
+    with pytest.raises(ValueError, match="expected seed 0, got 1"):
+        verify_example("VerifiedOnes", seed=1)
+
+
 def test_seeds_draw_other_numbers_by_the_same_recipe():
     family = neuronjax.primitives.registry.family_of("MLP")
     first, again, other = (

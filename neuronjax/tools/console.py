@@ -12,12 +12,16 @@ def table_console(width: int = 160) -> Console:
 
 
 @contextlib.contextmanager
-def progress(words: str, count: int) -> Iterator[Callable[[str], None]]:
+def progress(
+    words: str, count: int, beside: Console | None = None
+) -> Iterator[Callable[[str], None]]:
     """A bar on standard error; gives what is called with the label of each part done.
 
     Args:
         words: what goes on.
         count: of parts.
+        beside: what prints meanwhile. If that is a terminal, the bar stands there,
+            below what is printed.
     """
     from rich.progress import (
         BarColumn,
@@ -27,14 +31,16 @@ def progress(words: str, count: int) -> Iterator[Callable[[str], None]]:
         TimeRemainingColumn,
     )
 
-    stderr = Console(stderr=True)
+    shown = Console(stderr=True)
+    if beside is not None and beside.is_terminal:
+        shown = beside
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=stderr,
-        disable=not stderr.is_terminal,
+        console=shown,
+        disable=not shown.is_terminal,
     )
     with bar:
         task = bar.add_task(words, total=count)

@@ -4,6 +4,11 @@ import dataclasses
 import io
 from typing import Any
 
+COLUMNS = "", "forward", "reverse", "second", "operand", "NAME", "against"
+JUSTIFY = "left", "right", "right", "right", "right", "left", "left"
+LINE = "{:4}  {:>7}  {:>7}  {:>7}  {:>7}  {}  ({})"
+HEAD = LINE.format(*COLUMNS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
@@ -17,6 +22,7 @@ class Gradient:
         operand: the worst operand of reverse mode, counted among the float ones.
         tolerance: the largest error that passes.
         against: what they are compared with; the reason where there is no derivative.
+        raised: the error, where the check did not come to an end.
     """
 
     name: str
@@ -26,6 +32,7 @@ class Gradient:
     operand: int | None
     tolerance: float
     against: str
+    raised: str | None = None
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -34,7 +41,21 @@ class Gradient:
         return tuple(error for error in found if error is not None)
 
     def __bool__(self) -> bool:
-        return all(error <= self.tolerance for error in self.errors)
+        few = all(error <= self.tolerance for error in self.errors)
+        return few and self.raised is None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row of the table."""
+        errors = [f"{error:.1e}" for error in self.errors] or ["-"] * 3
+        operand = "-" if self.operand is None else str(self.operand)
+        verdict = "pass" if self else "FAIL"
+        return verdict, *errors, operand, self.name, self.raised or self.against
+
+    @property
+    def line(self) -> str:
+        """The same on a line of its own, under `HEAD`."""
+        return LINE.format(*self.cells)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,26 +78,23 @@ class Gradcheck:
         """The macros with a derivative that does not pass."""
         return tuple(row for row in self.rows if not row)
 
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        passed = sum(map(bool, self.rows))
+        return f"{passed} of {len(self.rows)} macros pass, within {self.tolerance:g}"
+
     def __rich__(self) -> Any:
         """The table that `rich` prints."""
+        from rich.markup import escape
         from rich.table import Table
 
-        passed = sum(map(bool, self.rows))
-        title = f"{passed} of {len(self.rows)} macros pass, within {self.tolerance:g}"
-        table = Table(title=title)
-        table.add_column("NAME", overflow="fold")
-        for column in ("forward", "reverse", "second order"):
-            table.add_column(column, justify="right")
-        table.add_column("worst operand", justify="right")
-        table.add_column("against", overflow="fold")
-        table.add_column("")
+        table = Table(title=self.verdict)
+        for column, justify in zip(COLUMNS, JUSTIFY, strict=True):
+            table.add_column(column, justify=justify, overflow="fold")
         for row in self.rows:
-            errors = [f"{error:.1e}" for error in row.errors] or ["-"] * 3
-            operand = "-" if row.operand is None else str(row.operand)
-            verdict = "pass" if row else "FAIL"
             style = None if row else "bold red"
-            cells = row.name, *errors, operand, row.against, verdict
-            table.add_row(*cells, style=style)
+            table.add_row(*map(escape, row.cells), style=style)
         return table
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,15 +56,16 @@ def poison() -> Iterator[Poisoning]:
     """
     if settings().plain:
         raise ValueError("poison: no macro runs inside neuronjax.plain(): leave it")
-    report = Poisoning()
+    report, order = Poisoning(), itertools.count()
 
     def watch(family: MacroFamily, leaves: Arrays, params: dict, outs: Arrays) -> None:
         frozen = [lax.stop_gradient(x) for x in (*leaves, *outs)]
         found = _examination(family, **params)(*frozen)
         names = family.output_names(dict(params["config"]))
         told = tuple(name.removeprefix(f"{family.family}_") for name in names)
+        shapes = tuple(out.shape for out in outs)
         record = functools.partial(
-            report.record, params["name"], told, tuple(out.shape for out in outs)
+            report.record, next(order), params["name"], told, shapes
         )
         jax.debug.callback(record, *found)
 
@@ -112,11 +114,10 @@ def _unseen(
     whose values can be replaced without a change are unseen.
     """
     live = [i for i, x in enumerate(clean) if is_differentiable(x.dtype)]
-    _, still = _without_derivative(plain, clean, live)
-    _, nearby = _without_derivative(plain, _moved(clean, live), live)
+    still = _without_derivative(plain, clean, live)
     candidates = [jnp.zeros(x.shape, bool) for x in clean]
-    for i, here, there in zip(live, still, nearby, strict=True):
-        candidates[i] = here & there & ~_is_nan(leaves[i])
+    for i, none in zip(live, still, strict=True):
+        candidates[i] = none & ~_is_nan(leaves[i])
 
     # One loop body for all: two programs might differ in the last bit.
     def changed(operand: Any) -> list[Any]:
@@ -133,21 +134,26 @@ def _unseen(
 
 def _without_derivative(
     plain: Callable[[Arrays], list[Any]], clean: list[Any], live: list[int]
-) -> tuple[list[Any], list[Any]]:
-    """The outputs, and where each live operand has no derivative at all."""
+) -> list[Any]:
+    """Where each live operand has no derivative at all, there and nearby."""
 
-    def outputs(*moved: Any) -> tuple[list[Any], list[Any]]:
+    def outputs(*values: Any) -> list[Any]:
         whole = list(clean)
-        for i, x in zip(live, moved, strict=True):
+        for i, x in zip(live, values, strict=True):
             whole[i] = x
-        outs = plain(whole)
-        return [out for out in outs if is_differentiable(out.dtype)], outs
+        return [out for out in plain(whole) if is_differentiable(out.dtype)]
 
-    floats, pull, outs = jax.vjp(outputs, *(clean[i] for i in live), has_aux=True)
-    if not floats:
-        return outs, [jnp.zeros(clean[i].shape, bool) for i in live]
-    seeds = [_wave(out, 1.0) + jnp.asarray(2, out.dtype) for out in floats]
-    return outs, [grad == 0 for grad in pull(seeds)]
+    def still(values: Any) -> list[Any]:
+        floats, pull = jax.vjp(outputs, *values)
+        if not floats:
+            return [jnp.zeros(x.shape, bool) for x in values]
+        seeds = [_wave(out, 1.0) + jnp.asarray(2, out.dtype) for out in floats]
+        return [grad == 0 for grad in pull(seeds)]
+
+    # One loop body again, as compiling it is most of the work.
+    nearby = _moved(clean, live)
+    points = [jnp.stack([clean[i], nearby[i]]) for i in live]
+    return [jnp.all(x, 0) for x in lax.map(still, points)]
 
 
 def _filled(leaves: Arrays, where: Arrays, size: float) -> list[Any]:

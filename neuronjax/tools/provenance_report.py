@@ -36,23 +36,32 @@ class Leak:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A macro that ran: where the traced program has it, and its leaks, in layer 0."""
+
+    order: int
+    name: str
+    leaks: tuple[Leak, ...]
+
+
 class Poisoning:
     """What happened in a `poison` block; true if macros ran and none leaked.
 
     Attributes:
-        leaks: in the order in which the macros ran.
         examined: how many macros of each NAME ran.
         filled: how many elements of each NAME's operands were NaN in its examination.
     """
 
     def __init__(self) -> None:
-        self.leaks: list[Leak] = []
         self.examined: collections.Counter[str] = collections.Counter()
         self.filled: collections.Counter[str] = collections.Counter()
+        self._runs: list[_Run] = []
         self._lock = threading.Lock()  # devices report at the same time
 
     def record(
         self,
+        order: int,
         name: str,
         outputs: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
@@ -61,21 +70,33 @@ class Poisoning:
         filled: Any,
     ) -> None:
         """Enters one macro; what the traced program calls."""
+        leaks = []
+        for output, shape, count, first in zip(
+            outputs, shapes, np.asarray(counts), np.asarray(firsts), strict=True
+        ):
+            if count:
+                index = tuple(map(int, np.unravel_index(int(first), shape)))
+                leaks.append(Leak(name, output, 0, int(count), index))
         with self._lock:
-            layer = self.examined[name]
             self.examined[name] += 1
             self.filled[name] += int(filled)
-            for output, shape, count, first in zip(
-                outputs, shapes, np.asarray(counts), np.asarray(firsts), strict=True
-            ):
-                if count:
-                    index = tuple(map(int, np.unravel_index(int(first), shape)))
-                    self.leaks.append(Leak(name, output, layer, int(count), index))
+            self._runs.append(_Run(order, name, tuple(leaks)))
+
+    @property
+    def leaks(self) -> list[Leak]:
+        """In the order of the program."""
+        found: list[Leak] = []
+        before: collections.Counter[str] = collections.Counter()
+        for run in _in_order(self._runs):
+            layer = before[run.name]
+            found += [dataclasses.replace(leak, layer=layer) for leak in run.leaks]
+            before[run.name] += 1
+        return found
 
     @property
     def first(self) -> Leak | None:
         """The first leak; `None` if no macro leaked."""
-        return self.leaks[0] if self.leaks else None
+        return next(iter(self.leaks), None)
 
     @property
     def verdict(self) -> str:
@@ -111,3 +132,17 @@ class Poisoning:
         text = io.StringIO()
         Console(file=text, width=120, color_system=None).print(self)
         return text.getvalue().rstrip()
+
+
+def _in_order(runs: list[_Run]) -> list[_Run]:
+    """As the program has them: examinations that do not wait for one another report
+    in any order, but none twice before the others of its pass."""
+    found: list[_Run] = []
+    passed: dict[int, _Run] = {}
+    for run in [*runs, None]:
+        if run is None or run.order in passed:
+            found += [passed[order] for order in sorted(passed)]
+            passed = {}
+        if run is not None:
+            passed[run.order] = run
+    return found

@@ -1,9 +1,5 @@
 """`neuronjax table`: the transformation table of one NAME, of a user's own too."""
 
-import importlib
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -12,6 +8,7 @@ import typer
 from neuronjax.tools.console import progress, table_console
 from neuronjax.tools.devices import ask_for_devices
 from neuronjax.tools.errors import one_line_errors
+from neuronjax.tools.sources import load
 
 # As many CPU devices as the largest cell of shard_map has.
 DEVICES = 8
@@ -32,8 +29,7 @@ def table(
     """Runs NAMES under every transformation of JAX, against their plain reference."""
     with one_line_errors():
         _start()
-        if source is not None:
-            _load(source)
+        load(source)
         from neuronjax.primitives import registry
         from neuronjax.tools.transformations import check_transformations
         from neuronjax.tools.transformations.check import ALL
@@ -57,23 +53,6 @@ def _start() -> None:
 
     ask_for_devices(DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
-
-
-def _load(source: str) -> None:
-    """Imports what registers kernels: a file by its path, a module by its name."""
-    path = pathlib.Path(source)
-    if path.suffix == ".py":
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise FileNotFoundError(f"--from: there is no file {source}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, str(pathlib.Path.cwd()))
-        if importlib.util.find_spec(source) is None:
-            raise ValueError(f"--from: there is no module {source}")
-        importlib.import_module(source)
 
 
 def _step(name: str, done: Callable[[str], None]) -> Callable[[Any], None]:

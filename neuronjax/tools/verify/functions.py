@@ -2,6 +2,9 @@
 
 import difflib
 
+import jax
+import jax.numpy as jnp
+
 import neuronjax.emit  # noqa: F401  registers every family
 from neuronjax.primitives import registry
 
@@ -52,13 +55,27 @@ FUNCTIONS = {
 }
 
 
+def every_label() -> list[str]:
+    """Every example: those of the catalog, and of kernels that users registered."""
+    return [*registry.examples(), *filter(_has_example, sorted(registry.USERS))]
+
+
+def _has_example(name: str) -> bool:
+    try:
+        family = registry.resolve_family(name)
+        jax.eval_shape(lambda: family.example(name, jnp.dtype("float32"), 2).operands)
+    except Exception as error:  # any other is told when it is checked
+        return "has no example" not in str(error)
+    return True
+
+
 def labels_of(op: str) -> list[str]:
     """The examples of a NAME, of a variant's label, or of a public function's NAMEs.
 
     Raises:
         ValueError: it is none of these; the message lists near matches.
     """
-    known = registry.examples()
+    known = [*registry.examples(), *sorted(registry.USERS)]
     if op in known and " " in op:
         return [op]
     names = [registry.ALIASES.get(op, op)]

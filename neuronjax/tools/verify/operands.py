@@ -1,5 +1,6 @@
 """The operands of a NAME: its registered example, larger, or drawn from other keys."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,42 +15,47 @@ from neuronjax.primitives.macro import Example, MacroFamily
 
 # How many ranks cooperate where an example needs a mesh axis.
 RANKS = 2
+# What runs once or twice on few elements: compiling it is what takes time.
+QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def example_of(
     family: MacroFamily, label: str, dtype: Any, size: int, seed: int
 ) -> Example:
-    """The example of `label`; another `seed` draws other numbers by the same recipe."""
+    """The example of `label`; another `seed` draws other numbers by the same recipe.
+
+    Raises:
+        ValueError: another seed is asked for, and the example draws no numbers.
+    """
     found: list[Example] = []
 
     def build() -> list[Any]:
         found[:] = [family.example(label, jnp.dtype(dtype), size)]
         return jax.tree.leaves(found[0].operands)
 
-    if seed == 0:
-        build()
-        return found[0]
-    leaves = _evaluate(jax.make_jaxpr(build)(), seed)
-    made = found[0]
-    tree = jax.tree.structure(made.operands)
-    return Example(
-        jax.tree.unflatten(tree, leaves),
-        made.config,
-        made.split,
-        made.out_split,
-        made.axis,
-        made.grows,
-    )
+    leaves = _evaluate(jax.make_jaxpr(build)(), label, seed)
+    tree = jax.tree.structure(found[0].operands)
+    operands = jax.tree.unflatten(tree, leaves)
+    return dataclasses.replace(found[0], operands=operands)
 
 
-def _evaluate(closed: ClosedJaxpr, seed: int) -> list[Any]:
-    """Runs a traced example with `seed` added to the seed of each of its keys."""
+def _evaluate(closed: ClosedJaxpr, label: str, seed: int) -> list[Any]:
+    """Runs a traced example, in one program, with `seed` added to that of each key."""
     seeded = [eqn for eqn in closed.jaxpr.eqns if _is_seed(eqn)]
+    if seed and not seeded:
+        raise ValueError(
+            f"verify: the example of {label} draws no numbers with jax.random: "
+            f"expected seed 0, got {seed}"
+        )
     rest = [eqn for eqn in closed.jaxpr.eqns if not _is_seed(eqn)]
     variables = [eqn.outvars[0] for eqn in seeded]
     keys = [jax.random.key(int(eqn.invars[0].val) + seed) for eqn in seeded]
     of_keys = closed.jaxpr.replace(invars=variables, eqns=rest)
-    return jaxpr_as_fun(ClosedJaxpr(of_keys, closed.consts))(*keys)
+    run = jaxpr_as_fun(ClosedJaxpr(of_keys, closed.consts))
+    return jax.jit(run, compiler_options=QUICKLY)(*keys)
 
 
 def _is_seed(eqn: JaxprEqn) -> bool:

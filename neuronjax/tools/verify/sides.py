@@ -1,6 +1,9 @@
 """What is compared: a function, a macro, or a macro's plain equations."""
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,7 +87,7 @@ def reference_of(
         label = against if isinstance(against, str) else str(f)
         family = registry.family_of(label)
         reference = on_family(family, name_of(label), config, family.plain)
-        _require_settings(family, label, reference, args)
+        require_settings(family, label, reference, args)
         return reference
     if against is not None:
         return _in_plain_form(function(against, config), "{}")
@@ -107,10 +110,15 @@ def _in_plain_form(side: Side, title: str) -> Side:
     return Side(title.format(side.name), call)
 
 
-def _require_settings(
-    family: MacroFamily, label: str, reference: Side, args: Sequence[Any]
+def require_settings(
+    family: MacroFamily, label: str, side: Side, args: Sequence[Any]
 ) -> None:
-    call, *arrays = split(reference.call, args)
+    """Refuses settings that are unknown or missing, in words of ours.
+
+    Raises:
+        ValueError: the settings are not those of NAME.
+    """
+    call, *arrays = split(side.call, args)
     try:
         jax.eval_shape(call, *arrays)
     except TypeError as error:
@@ -120,14 +128,41 @@ def _require_settings(
 
 
 def _missing(family: MacroFamily, label: str, error: TypeError) -> ValueError:
+    words = " ".join(str(error).split())
     found: list[Example] = []
-    jax.eval_shape(lambda: found.append(family.example(label, jnp.dtype("float32"), 2)))
-    words = ", ".join(f"{key}={value!r}" for key, value in found[0].config.items())
+    try:
+        jax.eval_shape(
+            lambda: found.append(family.example(label, jnp.dtype("float32"), 2))
+        )
+    except (ValueError, TypeError):  # a user's kernel may have no example, or NumPy's
+        return ValueError(f"verify: {label}: {words}")
+    config = ", ".join(f"{key}={value!r}" for key, value in found[0].config.items())
     count = len(found[0].operands)
-    return ValueError(
-        f"verify: {label} takes {count} operands (None for an absent one) and settings "
-        f"such as {words or 'none'}: {error}"
-    )
+    operands = f"{count} operand{'s' * (count != 1)} (None for an absent one)"
+    settings = f"settings such as {config}" if config else "no settings"
+    return ValueError(f"verify: {label} takes {operands} and {settings}: {words}")
+
+
+def hints_note(label: Any, config: dict[str, Any]) -> str:
+    """Which settings no form of NAME is known to have; empty if there are none."""
+    if not isinstance(label, str) or not config:
+        return ""
+    family, name = registry.family_of(label), name_of(label)
+    known = {"name"}
+    for fun in (family.leaf, family.plain):
+        parameters = inspect.signature(fun).parameters.values()
+        known |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    for form in (name, *family.variants):
+        with contextlib.suppress(ValueError, TypeError):
+            jax.eval_shape(functools.partial(_keys, family, form, known))
+    hints = ", ".join(sorted(set(config) - known))
+    if not hints:
+        return ""
+    return f"{name} carries {hints} as a hint: no example of it has such a setting"
+
+
+def _keys(family: MacroFamily, label: str, known: set[str]) -> None:
+    known.update(family.example(label, jnp.dtype("float32"), 2).config)
 
 
 def split(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:

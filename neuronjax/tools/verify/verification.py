@@ -19,11 +19,13 @@ from neuronjax.tools.verify.report import Verification
 from neuronjax.tools.verify.sides import (
     Side,
     function,
+    hints_note,
     is_tile,
     macro,
     name_of,
     on_family,
     reference_of,
+    require_settings,
     split,
 )
 
@@ -61,7 +63,8 @@ def verify(
         partition_axis: the axis of a result that is laid on the 128 partitions, for the
             tile that a report names; those of a tile are its own.
         **config: settings. A NAME takes all of them; a function those that its
-            signature has.
+            signature has. A macro carries names that it does not know as hints: the
+            report notes them.
 
     Returns:
         A report, true if every output passes. Per output: the worst element with its
@@ -90,15 +93,19 @@ def verify(
         raise ValueError("verify: no macro runs inside neuronjax.plain(): leave it")
     _require_concrete(args)
     if isinstance(f, str) and not args:
-        family, name = registry.family_of(f), name_of(f)
+        family = registry.family_of(f)
         example = example_of(family, f, "float32", 2, 0)
-        return _verify_example(f, family, name, example, config, against)
-    side = macro(f, config) if isinstance(f, str) else function(f, config)
+        return _verify_example(f, family, example, config, against)
+    side = function(f, config) if callable(f) else macro(f, config)
+    if not callable(f):
+        require_settings(registry.family_of(f), f, side, args)
     reference = reference_of(f, side, args, against, config)
     unknown = sorted(set(config) - _taken(f, against, config))
     if unknown:
         raise ValueError(f"verify: {side.name} has no setting {', '.join(unknown)}")
-    return _compared(side, reference, args, partition_axis)
+    report = _compared(side, reference, args, partition_axis)
+    told = [hints_note(label, config) for label in (f, against)]
+    return _with_notes(report, *told)
 
 
 def verify_example(
@@ -117,27 +124,34 @@ def verify_example(
     """
     family = registry.family_of(label)
     example = example_of(family, label, dtype, size, seed)
-    return _verify_example(label, family, name_of(label), example, {}, None)
+    return _verify_example(label, family, example, {}, None)
 
 
 def _verify_example(
     label: str,
     family: MacroFamily,
-    name: str,
     example: Example,
     config: dict[str, Any],
     against: Callable[..., Any] | str | None,
 ) -> Verification:
     bag = dict(example.config) | config
-    macro = on_family(family, name, bag, family)
+    macro = on_family(family, name_of(label), bag, family)
     side = dataclasses.replace(macro, name=label, call=on_ranks(macro.call, example))
+    require_settings(family, label, side, example.operands)
     if against is None:
-        plain_form = on_family(family, name, bag, family.plain)
+        plain_form = on_family(family, name_of(label), bag, family.plain)
         call = on_ranks(plain_form.call, example)
         reference = dataclasses.replace(plain_form, call=call)
+        require_settings(family, label, reference, example.operands)
     else:
         reference = reference_of(label, side, example.operands, against, bag)
-    return _compared(side, reference, example.operands, -1)
+    report = _compared(side, reference, example.operands, -1)
+    return _with_notes(report, hints_note(label, config))
+
+
+def _with_notes(report: Verification, *notes: str) -> Verification:
+    more = tuple(dict.fromkeys(filter(None, notes)))
+    return dataclasses.replace(report, notes=report.notes + more)
 
 
 def _taken(f: Any, against: Any, config: dict[str, Any]) -> set[str]:
