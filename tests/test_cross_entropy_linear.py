@@ -9,6 +9,7 @@ from jax.test_util import check_grads
 
 import neuronjax
 from neuronjax import emit
+from neuronjax.kernels.cross_entropy import linear
 from neuronjax.kernels.cross_entropy.linear import rows_for
 from tests.cross_entropy_equations import linear_loss_and_gradients, token_losses
 
@@ -216,4 +217,27 @@ def test_tokens_of_any_rank():
 
 
 def test_blocks_are_smaller_where_the_vocabulary_is_large():
-    assert [rows_for(v) for v in (1, 65536, 65537, 2**30)] == [256, 256, 128, 1]
+    assert [rows_for(v) for v in (1, 131072, 131073, 2**30)] == [256, 256, 128, 1]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("vocab", [10, 11])
+def test_a_large_gradient_is_summed_by_parts(monkeypatch, vocab, reduction):
+    """Of the rows of `dw`; this shape has no other test, so it is traced here."""
+    monkeypatch.setattr(linear, "LARGE", 1)
+    x, w = drawn(tokens=7, d_model=8, vocab=vocab)
+    options = dict(ignore_index=-100, z_loss=0.05, reduction=reduction)
+
+    def loss(x, w):
+        out = neuronjax.linear_cross_entropy(x, w, TARGETS, block_size=3, **options)
+        return jnp.sum(out)
+
+    grad = jax.grad(loss, (0, 1))
+    lowered = jax.jit(grad).lower(x, w).as_text()
+    assert f"tensor<2x{vocab}xf32>" in lowered
+    _, dx, dw = linear_loss_and_gradients(x, w, TARGETS, **options)
+    for got, wanted in zip(jax.jit(grad)(x, w), (dx, dw), strict=True):
+        np.testing.assert_allclose(got, wanted, 2e-5, 5e-6)
+    mapped = jax.vmap(grad, (None, 0))(x, np.stack([w, 2 * w]))[1]
+    np.testing.assert_allclose(mapped[0], dw, 2e-5, 5e-6)
+    check_grads(loss, (x, w), 2, atol=2e-2, rtol=2e-2)

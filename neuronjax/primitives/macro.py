@@ -330,7 +330,7 @@ class MacroFamily:
     def _own_vjp(self, primals, outs, cotangents, wrt, tree, name, config):
         live = _floats_of(self.static, wrt, primals, tree, name=name, **config)
         seeds = [
-            jnp.zeros_like(out) if c is None else uniform(c, out)[0]
+            jnp.zeros_like(out) if c is None else uniform(jnp.asarray(c), out)[0]
             for out, c in zip(outs, cotangents, strict=True)
             if _is_float(out)
         ]

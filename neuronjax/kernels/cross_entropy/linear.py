@@ -29,10 +29,13 @@ from neuronjax.kernels.cross_entropy.tokens import (
     token_loss,
 )
 from neuronjax.kernels.dtypes import accumulator, promoted
-from neuronjax.kernels.shard_common import contract, shards, uniform
+from neuronjax.kernels.shard_common import contract, is_divided, shards, uniform
 
 # Tokens of a block, and its logits: 256 rows of 32000 in float32 are 32 MB.
-ROWS, LOGITS = 256, 256 * 2**16
+ROWS, LOGITS = 256, 256 * 2**17
+# A block's share of a large `dw` is made and added in parts: XLA keeps a product apart
+# from what it is added to, and the whole would double `dw`.
+PARTS, LARGE = 4, 2**22
 
 
 def linear_cross_entropy_fwd(
@@ -113,10 +116,10 @@ def linear_cross_entropy_bwd(
 
 
 def rows_for(vocab: int) -> int:
-    """How many tokens a block has: 256, and fewer where it would be over 64 MB.
+    """How many tokens a block has: 256, and fewer where it would be over 128 MiB.
 
     Example:
-        >>> rows_for(32000), rows_for(128256)
+        >>> rows_for(128256), rows_for(262144)
         (256, 128)
     """
     rows = ROWS
@@ -152,9 +155,33 @@ def _products(
     dtype = promoted(x.dtype, w.dtype)
     dtype = dtype if dtype == jnp.bfloat16 else accumulator(dtype)
     x, g, w = x.astype(dtype), g.astype(dtype), w.astype(dtype)
-    dx = contract("rv,hv->rh", g, w, like=x)
+    return contract("rv,hv->rh", g, w, like=x), _with_share(dw, x, g, w)
+
+
+def _with_share(dw: jax.Array, x: jax.Array, g: jax.Array, w: jax.Array) -> jax.Array:
+    """`dw + x^T g`, by parts of its rows where it is large."""
+
+    def share(xt: jax.Array) -> jax.Array:
+        return contract("hr,rv->hv", xt, g, like=w)
+
     # Transposed first: a product over the first axis of both misses XLA's fast path.
-    return dx, dw + contract("hr,rv->hv", x.T, g, like=w)
+    xt, size = x.T, _part_of(dw)
+    if size is None:
+        return dw + share(xt)
+
+    def add(i, dw):
+        held, rows = (lax.dynamic_slice_in_dim(y, i * size, size) for y in (dw, xt))
+        return lax.dynamic_update_slice_in_dim(dw, held + share(rows), i * size, 0)
+
+    return lax.fori_loop(0, PARTS, add, dw)
+
+
+def _part_of(dw: jax.Array) -> int | None:
+    """How many rows of `dw` a part has; `None` where it is not worth it, or divided."""
+    whole = not all(isinstance(size, int) for size in dw.shape) or is_divided(dw)
+    if whole or dw.size < LARGE or dw.shape[0] % PARTS:
+        return None
+    return dw.shape[0] // PARTS
 
 
 def _zeros(w: jax.Array, *others: jax.Array) -> jax.Array:
