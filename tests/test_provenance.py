@@ -146,7 +146,8 @@ def test_nan_that_was_put_there_by_hand_is_followed():
     with neuronjax.poison() as report:
         out = _decode(jnp.nan)
     assert report and np.isfinite(out).all()
-    np.testing.assert_array_equal(out, _decode(0.0))
+    # Another program: its last bits may differ.
+    np.testing.assert_allclose(out, _decode(0.0), rtol=1e-5, atol=1e-6)
 
 
 def test_nan_that_an_operation_may_see_is_no_leak():
