@@ -61,8 +61,7 @@ def tiled_mm_fwd(
     s, x = (stacked(y, 2)[:, :, None] for y in (stationary, moving))
     tiles, k, _, m = s.shape
     plan = plan_of(KIND[name], tiles, k, m, tile_size, tile_position)
-    out = passes(s, x, _stacked_or_none(added), plan, transpose)
-    out = out if stationary.ndim == 3 else out[0]
+    out = _by_plan(s, x, added, plan, transpose, alone=moving.ndim == 2)
     return (data_of(out, 2) if is_tiled else out,)
 
 
@@ -104,9 +103,23 @@ def packed_fwd(
     tiles, k, _, m = s.shape
     double = perf_mode is not None
     plan = plan_of("packed", tiles, k, m, tile_size, tile_position, double)
-    out = passes(s, x, _stacked_or_none(added), plan, transpose)
-    out = out if moving.ndim == 4 else out[0]
+    out = _by_plan(s, x, added, plan, transpose, alone=moving.ndim == 3)
     return (data_of(out, 2) if is_tiled else out,)
+
+
+def _by_plan(
+    stationary: Array,
+    moving: Array,
+    added: Array | None,
+    plan: ProbePlan,
+    transpose: bool,
+    *,
+    alone: bool,
+) -> Array:
+    """The products of stacked operands; of one that was `alone`, without `tiles`."""
+    added = None if added is None else stacked(added, 2)
+    out = passes(stationary, moving, added, plan, transpose)
+    return out[0] if alone else out
 
 
 def passes(
@@ -156,7 +169,3 @@ def group_of_passes(
             total = product if total is None else total + product
     assert total is not None
     return total
-
-
-def _stacked_or_none(x: Array | None) -> Array | None:
-    return None if x is None else stacked(x, 2)

@@ -55,16 +55,11 @@ def row_tiled_mm_kernel(
         holds them. For tiles a tile of them in PSUM, on its rows. The gradients of
         both operands are `RowTiledMM` again.
     """
-    left, right = one_of(stationary, lhs), one_of(moving, rhs)
+    operands = one_of(stationary, lhs), one_of(moving, rhs), psum
+    size = one_of(tile_size, tile_shape)
+    config = dict(hints, transpose=bool(transpose))
     return emit_probe(
-        ROW,
-        ROW_NAME,
-        (left, right, psum),
-        _sizes(left),
-        one_of(tile_size, tile_shape),
-        tile_position,
-        transpose=bool(transpose),
-        **hints,
+        ROW, ROW_NAME, operands, _sizes(operands[0]), size, tile_position, **config
     )
 
 
@@ -102,16 +97,17 @@ def column_tiled_mm_kernel(
     Returns:
         As `row_tiled_mm_kernel`; the gradients are `ColumnTiledMM` again.
     """
-    left, right = one_of(stationary, lhs), one_of(moving, rhs)
+    operands = one_of(stationary, lhs), one_of(moving, rhs), psum
+    size = one_of(tile_size, tile_shape)
+    config = dict(hints, transpose=bool(transpose))
     return emit_probe(
         COLUMN,
         COLUMN_NAME,
-        (left, right, psum),
-        _sizes(left),
-        one_of(tile_size, tile_shape),
+        operands,
+        _sizes(operands[0]),
+        size,
         tile_position,
-        transpose=bool(transpose),
-        **hints,
+        **config,
     )
 
 
