@@ -164,6 +164,29 @@ def test_narrow_factors_are_summed_wide(kind, dtype):
         assert error <= 2.0**-8 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("k", [1, 128, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_4096_ones_are_4096_however_they_are_cut(kind, k):
+    """R-23: in tiles of `k` rows, the psum of one pass added to by the next."""
+    one, psum = jnp.ones((1, k, 1), jnp.bfloat16), None
+    step = jax.jit(EMITTERS[kind])
+    for _ in range(4096 // k):
+        psum = step(one, one, psum)
+    assert float(psum[0, 0, 0]) == 4096.0
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(5, 129, 3), (129, 127, 513)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_fill_no_tile(kind, m, k, n):
+    """R-25: the result and its gradients; the plan has the partial tiles."""
+    s, x = drawn(15, (1, k, m), (1, k, n))
+    out, pull = jax.vjp(EMITTERS[kind], s, x)
+    np.testing.assert_allclose(out, products(s, x), atol=1e-4)
+    wanted = gradients(s, x, np.ones((1, m, n)))
+    for got, exact in zip(pull(jnp.ones_like(out)), wanted, strict=True):
+        np.testing.assert_allclose(got, exact, atol=1e-3)
+
+
 def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         s, x = drawn(10, (2, 50, 3), (2, 50, 4), dtype="float64")
