@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from neuronjax.models.llama import Llama
 from neuronjax.models.moe_config import MoEConfig
-from neuronjax.nn.moe import MoEDecoderLayer
+from neuronjax.nn.moe_decoder_layer import MoEDecoderLayer
 
 
 class MoELM(Llama):

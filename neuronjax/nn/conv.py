@@ -7,7 +7,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from neuronjax.nn.parameter import at_dtype, parameter
+from neuronjax.nn.settings import (
+    require_dtypes,
+    require_option,
+    require_padding,
+    require_sizes,
+)
 from neuronjax.primitives.conv import conv1d, depthwise_conv1d_implicit_gemm
+from neuronjax.primitives.options import ActFnType
 
 
 class Conv1D(nnx.Module):
@@ -29,6 +36,16 @@ class Conv1D(nnx.Module):
 
     Filters `[taps, channels_in, channels_out]` carry the partition names
     `(None, None, "tensor")`, the bias `("tensor",)`.
+
+    Raises:
+        ValueError: a setting is out of range; when called, what the function refuses.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = Conv1D(2, 4, 3, padding=(1, 1), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 2, 5))).shape
+        (1, 4, 5)
     """
 
     def __init__(
@@ -46,6 +63,11 @@ class Conv1D(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        sizes = dict(channels_in=channels_in, channels_out=channels_out, taps=taps)
+        require_sizes("Conv1D", **sizes, stride=stride, dilation=dilation)
+        require_padding("Conv1D", padding)
+        require_option("Conv1D", "activation", activation, ActFnType, none=True)
+        require_dtypes("Conv1D", dtype, param_dtype)
         init, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
         shape, names = (taps, channels_in, channels_out), (None, None, "tensor")
         self.filters = parameter(init, shape, names, rngs, param_dtype)
@@ -85,6 +107,16 @@ class DepthwiseConv1D(nnx.Module):
 
     Filters `[channels, 1, 1, taps]` carry the partition names
     `("tensor", None, None, None)`.
+
+    Raises:
+        ValueError: a setting is out of range; when called, what the function refuses.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = DepthwiseConv1D(2, 4, padding=(3, 0), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 2, 1, 5))).shape
+        (1, 2, 1, 5)
     """
 
     def __init__(
@@ -98,6 +130,10 @@ class DepthwiseConv1D(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        sizes = dict(channels=channels, taps=taps, stride=stride)
+        require_sizes("DepthwiseConv1D", **sizes)
+        require_padding("DepthwiseConv1D", padding)
+        require_dtypes("DepthwiseConv1D", dtype, param_dtype)
         # A result sums the taps of its own channel alone.
         init = nnx.initializers.variance_scaling(
             1.0, "fan_in", "truncated_normal", in_axis=-1, out_axis=-2, batch_axis=0

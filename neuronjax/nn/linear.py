@@ -6,11 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from neuronjax.nn.parameter import at_dtype, parameter
+from neuronjax.nn.parameter import at_dtype, norm_parameters, parameter
+from neuronjax.nn.settings import (
+    require_dtypes,
+    require_from_zero,
+    require_option,
+    require_sizes,
+)
 from neuronjax.primitives.fused_linear import fused_linear
-
-# Which parameters each norm has.
-_GAINS = {"RMS_NORM": ("gamma",), "LAYER_NORM": ("gamma", "beta")}
+from neuronjax.primitives.options import ActFnType, NormType
 
 
 class FusedLinear(nnx.Module):
@@ -29,6 +33,16 @@ class FusedLinear(nnx.Module):
         dtype: dtype of the computation; `None` keeps that of the input.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
+
+    Raises:
+        ValueError: a setting is out of range; when called, what the function refuses.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = FusedLinear(4, 6, activation="GELU", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 4))).shape
+        (2, 6)
     """
 
     def __init__(
@@ -46,16 +60,18 @@ class FusedLinear(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_sizes("FusedLinear", d_in=d_in, d_out=d_out)
+        require_option("FusedLinear", "norm_type", norm_type, NormType)
+        require_from_zero("FusedLinear", norm_eps=norm_eps)
+        require_option("FusedLinear", "activation", activation, ActFnType, none=True)
+        require_dtypes("FusedLinear", dtype, param_dtype)
         init = nnx.initializers.lecun_normal()
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
         self.kernel = parameter(init, (d_in, d_out), names, rngs, param_dtype)
         columns = (d_out,), (names[1],), rngs, param_dtype
         self.bias = parameter(zeros, *columns) if bias else None
         self.scale = parameter(ones, *columns) if scale else None
-        rows = (d_in,), (None,), rngs, param_dtype
-        gains = _GAINS.get(norm_type, ())
-        self.gamma = parameter(ones, *rows) if "gamma" in gains else None
-        self.beta = parameter(zeros, *rows) if "beta" in gains else None
+        self.gamma, self.beta = norm_parameters(norm_type, d_in, rngs, param_dtype)
         self.norm_type, self.norm_eps = norm_type, norm_eps
         self.activation, self.dtype = activation, dtype
 

@@ -7,7 +7,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from neuronjax.nn.parameter import at_dtype, parameter
+from neuronjax.nn.settings import (
+    require_dtypes,
+    require_from_zero,
+    require_option,
+    require_sizes,
+)
 from neuronjax.primitives.mlp import mlp, mlp_fused_add_kernel
+from neuronjax.primitives.options import ActFnType
 
 
 class MLP(nnx.Module):
@@ -24,6 +31,15 @@ class MLP(nnx.Module):
         rngs: where the initial values come from.
 
     Gate and up carry the partition names `(None, "tensor")`, down `("tensor", None)`.
+
+    Raises:
+        ValueError: a setting is out of range; when called, what the function refuses.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> MLP(8, 12, rngs=nnx.Rngs(0))(jnp.ones((1, 3, 8))).shape
+        (1, 3, 8)
     """
 
     def __init__(
@@ -38,6 +54,10 @@ class MLP(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_sizes("MLP", d_model=d_model, d_ff=d_ff)
+        require_option("MLP", "activation", activation, ActFnType)
+        require_from_zero("MLP", norm_eps=norm_eps)
+        require_dtypes("MLP", dtype, param_dtype)
         init, ones = nnx.initializers.lecun_normal(), nnx.initializers.ones_init()
         split, rows = (None, "tensor"), ("tensor", None)
         self.gate = parameter(init, (d_model, d_ff), split, rngs, param_dtype)

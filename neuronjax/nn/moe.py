@@ -1,4 +1,4 @@
-"""A mixture of experts as a layer, and the decoder layer that has one."""
+"""A mixture of experts as a layer."""
 
 import math
 from typing import Any
@@ -6,16 +6,24 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from neuronjax.kernels.dtypes import accumulator, promoted
-from neuronjax.nn.cache import LayerCache
-from neuronjax.nn.decoder_layer import DecoderLayer
 from neuronjax.nn.mlp import MLP
 from neuronjax.nn.parameter import at_dtype, parameter
+from neuronjax.nn.settings import (
+    require_at_most,
+    require_dtypes,
+    require_from_zero,
+    require_option,
+    require_sizes,
+    require_word,
+)
 from neuronjax.primitives.blockwise_mm.functions import moe_cte
 from neuronjax.primitives.blockwise_mm.spec import SkipMode
 from neuronjax.primitives.expert_mlps.functions import moe_tkg
+from neuronjax.primitives.moe_block_tkg import moe_block_tkg
+from neuronjax.primitives.options import ActFnType, RouterActFnType
 from neuronjax.primitives.reduce import rms_norm
 from neuronjax.primitives.router_topk import load_balance_loss, router_topk
 from neuronjax.primitives.routing import (
@@ -27,6 +35,15 @@ from neuronjax.sharding.expert_parallel import expert_parallel_moe
 from neuronjax.sharding.mesh import require_axes
 
 
+def _require(sizes, experts_per_token, shared_d_ff, block_size) -> None:
+    require_sizes("MoE", **sizes, experts_per_token=experts_per_token)
+    chosen = dict(experts_per_token=experts_per_token)
+    require_at_most("MoE", chosen, "num_experts", sizes["num_experts"])
+    optional = dict(shared_d_ff=shared_d_ff or None, block_size=block_size)
+    given = {name: size for name, size in optional.items() if size is not None}
+    require_sizes("MoE", **given)
+
+
 class MoE(nnx.Module):
     r"""RMSNorm, router, the experts of each token, and a shared expert if there is one.
 
@@ -35,9 +52,10 @@ class MoE(nnx.Module):
       \mathrm{expert}_e(z_t) + \mathrm{shared}(z_t)$$
 
     The twin of `rms_norm`, `router_topk`, `route_to_blocks` and `moe_cte` (`moe_tkg`
-    when decoding), in that order; no token is dropped. The shared expert is the twin of
-    `mlp`, added to the routed sum before that is rounded. A narrow routed sum is kept
-    wide for it, and with it what `checkpoint="store"` keeps.
+    when decoding, or for all of it `moe_block_tkg`), in that order; no token is
+    dropped. The shared expert is the twin of `mlp`, added to the routed sum before that
+    is rounded. A narrow routed sum is kept wide for it, and with it what
+    `checkpoint="store"` keeps.
 
     Args:
         d_model: width of the residual stream.
@@ -69,7 +87,8 @@ class MoE(nnx.Module):
     (`neuronjax.quantize`) quantizes the shared expert and leaves the others.
 
     Raises:
-        ValueError: `mesh` lacks an axis; and when called, what the functions refuse.
+        ValueError: a setting is out of range, or `mesh` lacks an axis; and when called,
+            what the functions refuse.
 
     Source:
         Shazeer et al. 2017, https://arxiv.org/abs/1701.06538, equation 1; DeepSeek-AI
@@ -105,6 +124,13 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        sizes = dict(d_model=d_model, d_ff=d_ff, num_experts=num_experts)
+        _require(sizes, experts_per_token, shared_d_ff, block_size)
+        require_option("MoE", "act_fn", act_fn, RouterActFnType)
+        require_option("MoE", "activation", activation, ActFnType)
+        require_from_zero("MoE", norm_eps=norm_eps)
+        require_word("MoE", "checkpoint", checkpoint, ("store", "recompute"))
+        require_dtypes("MoE", dtype, param_dtype)
         if mesh is not None:
             require_axes("nn.MoE", mesh, axis=axis, batch=batch)
         lecun, ones = nnx.initializers.lecun_normal, nnx.initializers.ones_init()
@@ -161,6 +187,54 @@ class MoE(nnx.Module):
         Over a mesh it is a call.
         """
         return self._apply(x, residual, None, self._few)[0]
+
+    def decode_block(
+        self,
+        x: Float[Array, "batch seq d_model"],
+        residual: Float[Array, "batch seq d_model"] | None = None,
+    ) -> tuple[Float[Array, "batch seq d_model"], Array, Array]:
+        """The layer of `x + residual`, by the fused decode block, `moe_block_tkg`.
+
+        Returns:
+            `(out, router_logits [batch * seq, num_experts], x + residual)`: the sum is
+            not added to `out`, the next layer does.
+
+        Raises:
+            ValueError: the layer has no norm, or is over a mesh.
+        """
+        if self.norm is None or self.mesh is not None:
+            found = "norm=False" if self.norm is None else "a mesh"
+            raise ValueError(
+                f"nn.MoE: decode_block must have a norm and all experts at hand, "
+                f"got {found}"
+            )
+        x = x if self.dtype is None else x.astype(self.dtype)
+        added = jnp.zeros_like(x) if residual is None else residual.astype(x.dtype)
+        out, logits, total = moe_block_tkg(
+            x,
+            at_dtype(self.norm, self.dtype)[None],
+            at_dtype(self.router, x.dtype),
+            at_dtype(self.gate_up, self.dtype),
+            at_dtype(self.down, self.dtype),
+            **self._shared_operands(),
+            eps=self.norm_eps,
+            top_k=self.experts_per_token,
+            router_act_fn=self.act_fn,
+            norm_topk_prob=self.norm_topk_prob,
+            expert_affinities_scaling_mode="POST_SCALE",
+            hidden_act_fn=self.activation,
+            residual=added,
+        )
+        return out.reshape(x.shape), logits, total
+
+    def _shared_operands(self) -> dict[str, Array]:
+        if self.shared is None:
+            return {}
+        names = ("gate", "up", "down")
+        return {
+            f"shared_expert_{name}_w": at_dtype(getattr(self.shared, name), self.dtype)
+            for name in names
+        }
 
     def _apply(self, x, residual, token_mask, experts=None):
         """The output; the router's logits and choices; the mask of tokens."""
@@ -259,83 +333,3 @@ class MoE(nnx.Module):
             activation_fn=self.activation,
             output_dtype=wide,
         )
-
-
-class MoEDecoderLayer(DecoderLayer):
-    r"""A decoder layer with experts in the place of its feed-forward block.
-
-    $$h = x + \mathrm{Attention}(x), \qquad \mathrm{out} = h + \mathrm{MoE}(h)$$
-
-    Args:
-        d_model: width of the residual stream.
-        d_ff: width of an expert between its projections.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: width of a head.
-        num_experts: how many experts the router chooses from.
-        experts_per_token: how many a token gets.
-        norm_eps: added to the mean square in both norms.
-        dtype: dtype of the computation; `None` keeps that of the input.
-        param_dtype: dtype of the parameters.
-        rngs: where the initial values come from.
-        **experts: further arguments of `MoE`, by name: its shared expert, its router,
-            its activation, `block_size`, `checkpoint`, `mesh` and its axes.
-
-    Source:
-        Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from neuronjax.nn.rotary import rotary_tables
-        >>> layer = MoEDecoderLayer(8, 6, 2, 1, 4, 4, 2, rngs=nnx.Rngs(0))
-        >>> cos, sin = rotary_tables(jnp.arange(3)[None], 4)
-        >>> layer(jnp.ones((1, 3, 8)), cos, sin).shape
-        (1, 3, 8)
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_experts: int,
-        experts_per_token: int,
-        *,
-        norm_eps: float = 1e-6,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-        **experts: Any,
-    ):
-        kind: dict[str, Any] = dict(norm_eps=norm_eps, rngs=rngs)
-        kind |= dict(dtype=dtype, param_dtype=param_dtype)
-        moe = MoE(d_model, d_ff, num_experts, experts_per_token, **kind, **experts)
-        heads = num_heads, num_kv_heads, head_dim
-        super().__init__(d_model, d_ff, *heads, mlp=moe, **kind)
-
-    def with_balance(
-        self,
-        x: Float[Array, "batch seq d_model"],
-        cos: Float[Array, "batch seq head_dim"],
-        sin: Float[Array, "batch seq head_dim"],
-    ) -> tuple[Float[Array, "batch seq d_model"], Float[Array, ""]]:
-        """The layer over whole sequences, and its load-balance loss."""
-        attended = self.attention(x, cos, sin)
-        h = x.astype(attended.dtype) + attended
-        return self.mlp.with_balance(h, residual=h)
-
-    def decode(
-        self,
-        x: Array,
-        cos: Array,
-        sin: Array,
-        cache: LayerCache,
-        lengths: Int[Array, " batch"],
-    ) -> tuple[Array, LayerCache]:
-        """The layer over new tokens, with a cache of the old ones."""
-        out, cache = self.attention.decode(x, cos, sin, cache, lengths)
-        h = x.astype(out.dtype) + out
-        return self.mlp.decode(h, residual=h), cache

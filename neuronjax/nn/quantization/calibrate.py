@@ -59,9 +59,8 @@ class _SeenAttention(Attention):
     """An attention that notes what enters its projections."""
 
     def __init__(self, layer: Attention):
-        self.layer, self.norm, self.dtype = layer, layer.norm, layer.dtype
-        self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
-        self.head_dim, self.norm_eps = layer.head_dim, layer.norm_eps
+        self.layer = layer
+        self.set_attributes_of(layer)
         self.columns, self.rows = (Largest(-jnp.ones(())) for _ in range(2))
 
     def _project(self, x, gamma, options):

@@ -78,10 +78,8 @@ class QuantizedAttention(Attention):
         heads = layer.num_heads, layer.num_kv_heads
         weights = [jnp.asarray(w[...]) for w in (layer.qkv, layer.out)]
         self.codes = _codes(scheme.encode_attention(*weights, heads, seen))
-        self.norm, self.scheme = layer.norm, scheme
-        self.num_heads, self.num_kv_heads = heads
-        self.head_dim, self.norm_eps = layer.head_dim, layer.norm_eps
-        self.dtype = layer.dtype
+        self.scheme = scheme
+        self.set_attributes_of(layer)
 
     def _project(self, x: jax.Array, gamma: jax.Array | None, options: dict[str, Any]):
         return self.scheme.qkv(x, gamma, _values(self.codes), options)
