@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
+import neuronjax
 from neuronjax.models.pretrained import load_pretrained
 from neuronjax.tools.cli import app
 from tests.tiny_checkpoints import CONFIG, random_tensors, write_folder, write_gguf
@@ -139,6 +141,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(folder, arguments, words):
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("tran",), "neuronjax: no such command 'tran'. Did you mean 'train'"),
+        (("draw", "atention"), "neuronjax draw: no such command 'atention'. Did you"),
+        (("trace", "x", "--sqe", 3), "neuronjax trace: no such option: --sqe"),
+        (("verify",), "neuronjax verify: missing argument 'op' (neuronjax verify"),
+        (("demo", "--steps", 0), "neuronjax demo: invalid value for '--steps'"),
+        (("demo", "more"), "neuronjax demo: got unexpected extra argument"),
+        (("--verbose",), "neuronjax: no such option: --verbose"),
+        (("gradcheck", "MPL"), "neuronjax: gradcheck: NAMES must be a macro NAME"),
+        (("table", "MPL"), "neuronjax: table: name must be a macro NAME"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_exit_code_2(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith(words)
+    assert result.stderr.count("\n") == 1 and not result.stdout
+
+
 def test_ranks_are_refused_before_weights_are_read(folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     result = invoke("run", tmp_path, "x", "--tensor", 4)
@@ -246,8 +268,26 @@ def test_eval_names_a_file_that_is_no_text(folder, tmp_path):
 def test_help_names_the_commands():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("run", "trace", "eval"):
-        assert command in result.stdout
+    panels = re.split("╭─ ([A-Z].*?) ─", result.stdout)
+    commands = {
+        title: re.findall(r"^│ ([a-z]\w+) ", text, re.M)
+        for title, text in zip(panels[1::2], panels[2::2], strict=True)
+    }
+    assert commands == {
+        "Options": [],
+        "Train and run": ["demo", "train", "run", "eval"],
+        "Look": ["trace", "diff", "export", "draw"],
+        "Check": ["verify", "gradcheck", "table"],
+    }
+
+
+def test_no_command_is_the_help():
+    assert invoke().stdout.strip() == invoke("--help").stdout.strip() != ""
+
+
+def test_the_version_names_jax_too():
+    versions = f"neuronjax {neuronjax.__version__}, jax {jax.__version__}, Python 3."
+    assert invoke("--version").stdout.startswith(versions)
 
 
 def test_smollm2_says_what_the_reference_says(smollm2_path):

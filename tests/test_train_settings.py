@@ -107,8 +107,8 @@ def test_every_setting_is_a_flag_and_in_the_docs():
             ("--resume", "--out", "{folder}"),
             "expected a finished checkpoint, found none",
         ),
-        (("nothing.txt", "--out", "{folder}"), "nothing.txt"),
-        (("--config", "nothing.yaml"), "nothing.yaml"),
+        (("nothing.txt", "--out", "{folder}"), "nothing.txt: No such file"),
+        (("--config", "nothing.yaml"), "nothing.yaml: No such file"),
         (("{short}", "--out", "{folder}"), "at least 2 * seq = 256 bytes to learn"),
         (("--data", "16", "--out", "{folder}"), "expected at most 8, which are all"),
     ],
@@ -120,14 +120,22 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, arguments, words):
     given = [places.get(argument, argument) for argument in arguments]
     result = CliRunner().invoke(app, ["train", *given])
     assert result.exit_code == 2, result.output
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("neuronjax: ") and words in last
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("neuronjax: ") and words in line
     assert not result.stdout
 
 
 def test_a_flag_of_the_wrong_type_is_refused():
     result = CliRunner().invoke(app, ["train", "--steps", "many"])
-    assert result.exit_code == 2 and "--steps" in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2 and line.startswith("neuronjax train: invalid value")
+    assert "'--steps'" in line and line.endswith("(neuronjax train --help)")
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(300, 20), (200, 20), (50, 5), (5, 0)])
+def test_a_short_run_warms_up_for_a_tenth(steps, warmup):
+    assert TrainConfig(steps=steps).warmup_steps == warmup
+    assert TrainConfig(steps=steps, warmup=steps - 1).warmup_steps == steps - 1
 
 
 def test_the_yaml_of_the_docs_is_a_configuration(tmp_path):

@@ -68,7 +68,8 @@ def gradcheck(
         from neuronjax.tools.gradcheck_report import HEAD, Gradient
         from neuronjax.tools.verify.functions import every_label, labels_of
 
-        given = [label for name in names or [] for label in labels_of(name)]
+        asked = "gradcheck: NAMES"
+        given = [label for name in names or [] for label in labels_of(name, asked)]
         labels = list(dict.fromkeys(given)) or every_label()
         console = table_console()
         console.print(HEAD, markup=False, highlight=False)

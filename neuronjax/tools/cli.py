@@ -1,299 +1,64 @@
-"""The `neuronjax` command: run, train and score a model, list macros, draw pictures."""
+"""The `neuronjax` command: its parts, in the order and the panels of `--help`."""
 
-import enum
-import pathlib
-import time
-from collections.abc import Sequence
+import sys
 from typing import Annotated
 
+import jax
 import typer
-from rich.console import Console
 
+import neuronjax
 from neuronjax.tools.check_commands import gradcheck, verify
-from neuronjax.tools.console import table_console
+from neuronjax.tools.command_group import OneLineGroup
 from neuronjax.tools.demo_commands import demo
-from neuronjax.tools.devices import start_devices
 from neuronjax.tools.diff_command import diff
 from neuronjax.tools.draw_commands import draw
-from neuronjax.tools.errors import one_line_errors
+from neuronjax.tools.evaluate_command import evaluate
 from neuronjax.tools.export.command import export
+from neuronjax.tools.run_command import run
 from neuronjax.tools.table_commands import table
+from neuronjax.tools.trace_command import trace
 from neuronjax.tools.train_commands import train
 
 app = typer.Typer(
     name="neuronjax",
-    help="Language models made of named macro kernels.",
+    cls=OneLineGroup,
+    help="Language models made of named macro kernels: train, run, look, check.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(draw, name="draw")
-app.command()(train)
-app.command()(demo)
-app.command()(verify)
-app.command()(gradcheck)
-app.command()(export)
-app.command()(diff)
-app.command()(table)
-_stderr = Console(stderr=True)
 
 
-class Dtype(enum.StrEnum):
-    """Dtypes in which a model can be run."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-_Model = Annotated[
-    str, typer.Argument(help="smollm2, a .gguf file, a folder, or a hub id (org/name)")
-]
+def _version(asked: bool) -> None:
+    if asked:
+        python = ".".join(map(str, sys.version_info[:3]))
+        versions = f"neuronjax {neuronjax.__version__}, jax {jax.__version__}"
+        typer.echo(f"{versions}, Python {python}")
+        raise typer.Exit
 
 
-class Quant(enum.StrEnum):
-    """Modes in which a model's projections can be quantized."""
-
-    row_fp8 = "row-fp8"
-    static_fp8 = "static-fp8"
-    mxfp8 = "mxfp8"
-    mxfp4 = "mxfp4"
-
-
-_DtypeOption = Annotated[Dtype, typer.Option(help="dtype of weights and arithmetic")]
-
-
-@app.command()
-def run(
-    model: _Model,
-    prompt: Annotated[str, typer.Argument(help="text to continue, or a question")],
-    chat: Annotated[
-        bool, typer.Option("--chat", help="ask by the model's chat template")
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="print the versions and exit",
+        ),
     ] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="draw from tokens that hold this probability")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
-    dtype: _DtypeOption = Dtype.float32,
-    devices: Annotated[int, typer.Option(min=1, help="split over this many")] = 1,
-    tensor: Annotated[
-        int | None, typer.Option(min=1, help="ranks that share the key heads")
-    ] = None,
-    lnc: Annotated[int, typer.Option(min=1, max=2, help="cores of each rank")] = 1,
-    quant: Annotated[
-        Quant | None, typer.Option(help="quantize the projections first")
-    ] = None,
 ) -> None:
-    """Continues PROMPT with MODEL; the text streams to standard output."""
-    with one_line_errors():
-        loaded, decoder = _loaded(model, dtype, devices, tensor, lnc, quant)
-        if chat:
-            ids = loaded.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        else:
-            ids = loaded.tokenizer.encode(prompt)
-        with _Speech(loaded.tokenizer, len(ids)) as speech:
-            decoder.generate(
-                [ids],
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                stream=lambda new: speech.say(new[0]),
-            )
+    """What stands before a command's name."""
 
 
-@app.command()
-def trace(
-    model: _Model,
-    seq: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
-    gradient: Annotated[
-        bool, typer.Option("--gradient", help="list those of the loss's gradient")
-    ] = False,
-    dtype: _DtypeOption = Dtype.float32,
-    html: Annotated[
-        pathlib.Path | None,
-        typer.Option(help="write a page with table, graph and roofline"),
-    ] = None,
-    target: Annotated[
-        str, typer.Option(help="whose roofline: gen2, gen3 or gen4")
-    ] = "gen3",
-) -> None:
-    """Lists the macros of MODEL: of prefill and of one decode step."""
-    with one_line_errors():
-        from neuronjax.models.checkpoint import read_config
-        from neuronjax.models.hub import locate
-        from neuronjax.tools.trace_llama import trace_llama
-
-        config = read_config(locate(model))
-        tables = trace_llama(
-            config, batch=batch, seq=seq, dtype=dtype.value, gradient=gradient
-        )
-        # A table that is folded to 80 columns cannot be searched.
-        console = table_console(width=200)
-        for title, table in tables.items():
-            console.print(f"[bold]{title}[/bold]", table)
-        if html is not None:
-            from neuronjax.tools.html import report
-
-            words = f"Macros of {model}, {dtype.value}"
-            html.write_text(report(tables, title=words, target=target), "utf-8")
-
-
-@app.command("eval")
-def evaluate(
-    model: _Model,
-    text: Annotated[
-        pathlib.Path | None,
-        typer.Argument(help="a text file; without one, Python's own documentation"),
-    ] = None,
-    forms: Annotated[
-        str, typer.Option("--quant", help="float32, bfloat16, modes, or all; by commas")
-    ] = "all",
-    window: Annotated[int, typer.Option(min=1, help="tokens a window")] = 512,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, help="score only this many tokens")
-    ] = None,
-) -> None:
-    """Reports the perplexity of TEXT under MODEL, in float32 and quantized."""
-    with one_line_errors():
-        from neuronjax.tools import evaluate as evaluation
-        from neuronjax.tools.text import standard_library_text
-
-        names = _forms(forms, evaluation.FORMS)
-        words = standard_library_text() if text is None else _read(text)
-        with evaluation.progress(_stderr) as start:
-            rows = evaluation.evaluate(
-                model, words, forms=names, window=window, limit=tokens, start=start
-            )
-        table_console(width=100).print(evaluation.table(rows, window))
-
-
-def _read(text: pathlib.Path) -> str:
-    try:
-        return text.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text}: expected UTF-8 text, got {error}") from None
-
-
-def _forms(given: str, known: Sequence[str]) -> list[str]:
-    """The forms to score: float32 is always there, to compare with."""
-    names = list(known) if given == "all" else given.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(
-            f"--quant: expected names from {', '.join(known)}, or all, "
-            f"got {', '.join(unknown)}"
-        )
-    return list(dict.fromkeys(["float32", *names]))
-
-
-class _Speech:
-    """Writes tokens as text while they come, and then how fast they came."""
-
-    def __init__(self, tokenizer, prompt_tokens: int) -> None:
-        from neuronjax.models.tokenizer import TextStream
-
-        self._text = TextStream(tokenizer)
-        self._prompt_tokens = prompt_tokens
-        self._waiting = _stderr.status("Compiling")
-        self._times: list[float] = []
-
-    def __enter__(self) -> "_Speech":
-        self._times = [time.perf_counter()]
-        if _stderr.is_terminal:
-            self._waiting.start()
-        return self
-
-    def say(self, token: int | None) -> None:
-        if token is None:
-            return
-        self._times.append(time.perf_counter())
-        if piece := self._text.push(token):
-            self._waiting.stop()
-            typer.echo(piece, nl=False)
-
-    def __exit__(self, kind, error, trace) -> None:
-        self._waiting.stop()
-        if kind is None:
-            typer.echo(self._text.finish())
-            typer.echo(self._summary(), err=True)
-
-    def _summary(self) -> str:
-        start, *times = self._times
-        count = len(times)
-        # The first token waits for the prompt and for one compilation, the second for
-        # the other compilation; the pace is that of those after them.
-        if count > 2:
-            before, paced = times[1] - start, times[2:]
-            rate = len(paced) / (times[-1] - times[1])
-            pace = (
-                f"{rate:.1f} tokens/s after {before:.1f} s for prompt and compilation"
-            )
-        else:
-            rate = count / (times[-1] - start) if count else 0.0
-            pace = f"{rate:.1f} tokens/s with prompt and compilation"
-        return f"prompt {self._prompt_tokens} tokens, answer {count} tokens, {pace}"
-
-
-def _loaded(
-    model: str,
-    dtype: Dtype,
-    devices: int,
-    tensor: int | None,
-    lnc: int,
-    quant: Quant | None,
-):
-    """A model with its tokenizer, and its decoder: quantized, spread or over a mesh."""
-    over_mesh = tensor is not None or lnc > 1
-    if over_mesh and (devices > 1 or quant is not None):
-        raise ValueError(
-            "--tensor and --lnc: expected without --devices and --quant, got both"
-        )
-    ranks = tensor or 1
-    if over_mesh:
-        start_devices(ranks * lnc, "--tensor times --lnc")
-    else:
-        start_devices(devices, "--devices")
-    from neuronjax.models.pretrained import load_pretrained
-    from neuronjax.tools.evaluate import quantized
-
-    mesh = _mesh(model, ranks, lnc) if over_mesh else None
-    # One compiled layer instead of thirty: the first word comes in a third of
-    # the time, and the later ones as fast.
-    loaded = load_pretrained(model, dtype=dtype.value, scan_layers=quant is None)
-    if mesh is not None:
-        from neuronjax.models.mesh_decoder import MeshDecoder
-
-        return loaded, MeshDecoder(loaded.model, mesh)
-    decoder = loaded.model
-    if quant is not None:
-        decoder = quantized(loaded, quant.value).stacked()
-    if devices > 1:
-        _spread(decoder, devices)
-    return loaded, decoder
-
-
-def _mesh(model: str, tensor: int, lnc: int):
-    """A mesh of ranks that can share the heads of `model`, whose weights wait."""
-    from neuronjax.models.checkpoint import read_config
-    from neuronjax.models.hub import locate
-    from neuronjax.models.mesh_packing import require_division
-    from neuronjax.sharding.mesh import make_mesh
-
-    mesh, cores = make_mesh(tensor=tensor, lnc=lnc), "lnc" if lnc > 1 else None
-    config = read_config(locate(model))
-    require_division("--tensor and --lnc", mesh, config, "tensor", cores)
-    return mesh
-
-
-def _spread(model, count: int) -> None:
-    """Splits heads and MLP over the devices, where their sizes divide."""
-    from neuronjax.sharding.mesh import make_mesh
-    from neuronjax.sharding.placement import place
-
-    place(model, make_mesh(tensor=count))
+_PANELS = {
+    "Train and run": (demo, train, run, evaluate),
+    "Look": (trace, diff, export),
+    "Check": (verify, gradcheck, table),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        _name = "eval" if _command is evaluate else None
+        app.command(_name, rich_help_panel=_panel)(_command)
+app.add_typer(draw, name="draw", rich_help_panel="Look")

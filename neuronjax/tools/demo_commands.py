@@ -37,7 +37,6 @@ def demo_config(out: str, steps: int) -> TrainConfig:
     return TrainConfig(
         out=out,
         steps=steps,
-        warmup=min(20, steps - 1),
         save_every=max(steps // 4, 1),
         data=4,
         tensor=2,

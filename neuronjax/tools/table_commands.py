@@ -30,12 +30,11 @@ def table(
     with one_line_errors():
         _start()
         load(source)
-        from neuronjax.primitives import registry
         from neuronjax.tools.transformations import check_transformations
         from neuronjax.tools.transformations.check import ALL
 
         for name in names:
-            registry.family_of(name)
+            _require_name(name)
         reports = []
         with progress("Checking", len(names) * len(only or ALL)) as done:
             for name in names:
@@ -45,6 +44,16 @@ def table(
             table_console().print(report)
         if not all(reports):
             raise typer.Exit(1)
+
+
+def _require_name(name: str) -> None:
+    """Refuses what is no NAME, in the command's own words."""
+    from neuronjax.primitives import registry
+
+    try:
+        registry.family_of(name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("resolve_kernel_config", "table")) from None
 
 
 def _start() -> None:

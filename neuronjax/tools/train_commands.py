@@ -63,11 +63,13 @@ def run(
     start_devices(config.devices, "data * tensor * expert * lnc")
     from neuronjax.tools.train.curve import require_matplotlib, save_curve
     from neuronjax.tools.train.display import watching
+    from neuronjax.tools.train.loop import require_ready
     from neuronjax.tools.train.loop import train as train_model
     from neuronjax.tools.train.run import CURVE, finished, load_run
     from neuronjax.tools.train.sample import sample_of
 
     require_matplotlib()
+    require_ready(config, resume=resume)
     began = max(finished(config.out), default=0) if resume else 0
     words = f" from step {began}" if began else ""
     _stderr.print(f"Training in {config.out}{words}: {_plan(config)}", highlight=False)

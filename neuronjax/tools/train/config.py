@@ -60,7 +60,9 @@ class TrainConfig:
     # The optimiser: AdamW, its rate warmed up and then let down along a cosine.
     steps: int = setting(300, "optimiser steps", least=1)
     learning_rate: float = setting(3e-3, "the highest rate of AdamW", least=0.0)
-    warmup: int = setting(20, "steps until the rate is highest", least=0)
+    warmup: int | None = setting(
+        None, "steps until the rate is highest; a tenth of all, at most 20", least=0
+    )
     weight_decay: float = setting(0.1, "of matrices, not of norms", least=0.0)
     clip: float = setting(1.0, "largest norm of a gradient", least=1e-12)
     # The mesh.
@@ -94,6 +96,11 @@ class TrainConfig:
     def head_dim(self) -> int:
         """Width of one head."""
         return self.d_model // self.heads
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps until the rate is highest."""
+        return min(20, self.steps // 10) if self.warmup is None else self.warmup
 
     @property
     def devices(self) -> int:
@@ -131,7 +138,7 @@ def _of_model(c: TrainConfig) -> Agreements:
             f"{c.experts_per_token}",
         ),
         (
-            c.warmup < c.steps,
+            c.warmup_steps < c.steps,
             f"warmup must be less than steps = {c.steps}, got {c.warmup}",
         ),
     ]

@@ -70,6 +70,22 @@ def train(
             changed; the text is too short; another process writes to `config.out`; a
             loss or a gradient is no finite number.
     """
+    text = require_ready(config, resume=resume)
+    store = Store(Path(config.out) / CHECKPOINTS, keep=config.keep, writing=True)
+    try:
+        return _Run(config, text, store).go(watch)
+    finally:
+        store.close()
+
+
+def require_ready(config: TrainConfig, *, resume: bool) -> Text:
+    """The text of a run that can begin, or go on.
+
+    Raises:
+        OSError: the text cannot be read.
+        ValueError: it is too short; `config.out` has a finished checkpoint and `resume`
+            is False, or none and it is True.
+    """
     text = Text(config)
     if resume:
         require_run(config.out)
@@ -78,11 +94,7 @@ def train(
             f"{config.out}: has a checkpoint of step {steps[-1]}: resume it, or choose "
             "another folder"
         )
-    store = Store(Path(config.out) / CHECKPOINTS, keep=config.keep, writing=True)
-    try:
-        return _Run(config, text, store).go(watch)
-    finally:
-        store.close()
+    return text
 
 
 class _Run:

@@ -17,9 +17,9 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. Norms do not decay.
     """
     rate = optax.warmup_cosine_decay_schedule(
-        0.0 if config.warmup else config.learning_rate,
+        0.0 if config.warmup_steps else config.learning_rate,
         config.learning_rate,
-        config.warmup,
+        config.warmup_steps,
         config.steps,
         end_value=config.learning_rate / 10,
     )

@@ -69,8 +69,12 @@ def _has_example(name: str) -> bool:
     return True
 
 
-def labels_of(op: str) -> list[str]:
+def labels_of(op: str, asked: str = "verify: OP") -> list[str]:
     """The examples of a NAME, of a variant's label, or of a public function's NAMEs.
+
+    Args:
+        op: any of these.
+        asked: the command and its argument, for the error.
 
     Raises:
         ValueError: it is none of these; the message lists near matches.
@@ -86,7 +90,7 @@ def labels_of(op: str) -> list[str]:
         near = difflib.get_close_matches(op, [*known, *FUNCTIONS], n=3, cutoff=0.5)
         hint = f"; near matches: {', '.join(near)}" if near else ""
         raise ValueError(
-            f"verify: OP must be a macro NAME or a function that emits one, "
+            f"{asked} must be a macro NAME or a function that emits one, "
             f"got {op!r}{hint}"
         )
     return found
