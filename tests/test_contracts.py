@@ -1,5 +1,6 @@
 """Refusals, generated from the contracts table."""
 
+import inspect
 import pathlib
 
 import jax
@@ -64,6 +65,16 @@ def test_sizes_suggested_by_an_error_pass():
     x, table = jnp.zeros((nearest, 1, 2, 8)), jnp.zeros((nearest // 2, 1, 8))
     assert neuronjax.can("RoPE", x, table, table).on_chip
     assert neuronjax.RoPE(x, table, table).shape == x.shape
+
+
+def test_every_emitter_that_takes_hints_refuses_other_keywords():
+    """A misspelled option would be one that is accepted and ignored: R-27."""
+    for name, emitter in vars(neuronjax.emit).items():
+        if (
+            name.endswith("_kernel")
+            and "hints" in inspect.signature(emitter).parameters
+        ):
+            assert f"{name}.hints" in contracts.CONTRACTS, name
 
 
 @pytest.mark.parametrize("name", sorted(registry.CATALOG))

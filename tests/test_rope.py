@@ -112,3 +112,32 @@ def test_a_rotation_keeps_lengths():
     np.testing.assert_allclose(
         np.linalg.norm(got, axis=0), np.linalg.norm(x, axis=0), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"contiguous_layout": "interleaved"}, "contiguous_layout = 'interleaved'"),
+        ({"lnc_shard": 1}, "lnc_shard = 1"),
+        ({"x_in": np.ones((4, 1, 1, 2), np.int32)}, "x_in of dtype int32"),
+        ({"x_in": np.ones((4, 1, 1, 2), jnp.float8_e4m3fn)}, "x_in of dtype float8"),
+        ({"cos": np.ones((2, 1, 2), np.int32)}, "cos of dtype int32"),
+        ({"sin": None}, "sin of type NoneType"),
+    ],
+)
+def test_what_would_be_rotated_wrongly_is_refused(changes, words):
+    """R-18: a layout by name would be taken for True, integers would be cut off."""
+    table = np.ones((2, 1, 2), np.float32)
+    given = dict(x_in=np.ones((4, 1, 1, 2), np.float32), cos=table, sin=table)
+    with pytest.raises(ValueError, match=f"RoPE: .*{words}"):
+        neuronjax.RoPE(**given | changes)
+
+
+def test_the_emitter_keeps_the_rules_of_both_forms():
+    x, table = jnp.ones((4, 2, 1, 3)), jnp.ones((2, 1, 3))
+    with pytest.raises(ValueError, match=r"\(2, 2, 3\), got \(2, 1, 3\)"):
+        neuronjax.emit.rope_kernel(x, table, table)
+    with pytest.raises(ValueError, match=r"\[batch, seq, d\] = \(4, 1, 3\)"):
+        neuronjax.emit.rope_kernel(x, table, table, full=True)
+    with pytest.raises(ValueError, match="interleaved = 'no'"):
+        neuronjax.emit.rope_kernel(x[:, :1], table, table, interleaved="no")

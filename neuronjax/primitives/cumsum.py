@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from neuronjax.kernels import cumsum as kernel
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.macro import Example, MacroFamily
 from neuronjax.primitives.tile import MemrefTile
 
@@ -114,6 +115,7 @@ def _arguments(shape=(2, 3), dtype="float32", **changes: Any):
 
 _BOTH = ("cumsum", "cum_sum_kernel")
 contracts.add(
+    only_hints("cum_sum_kernel", _arguments()),
     Contract(
         "cumsum.tensor",
         _BOTH,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.known import is_epsilon
 from neuronjax.primitives.mlp.facts import (
     ALL,
@@ -29,6 +30,11 @@ from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 PAIR = "Fused add requires both mlp_out and attn_out to be provided or neither of them"
 FUSED_ADD = ("mlp_fused_add_kernel", "quant_mlp_fused_add_kernel")
 _HIDDEN = (1, 2, 8)
+_HINTS = (
+    "use_tkg_gate_up_proj_column_tiling",
+    "use_tkg_down_proj_column_tiling",
+    "force_cte_mode",
+)
 _WEIGHTED = (NormType.RMS_NORM, NormType.LAYER_NORM)
 
 
@@ -43,6 +49,8 @@ def _mixed(function: str) -> dict[str, Any]:
     return arguments(hidden=tile)(function)
 
 
+for _emitter in ALL[1:]:
+    contracts.add(only_hints(_emitter, arguments(), _HINTS))
 for _function, _names in ARGUMENTS.items():
     _ios = [_names[key] for key in OPERANDS if key in _names]
     contracts.add(contracts.all_or_none_tiles(_function, _ios, _mixed))

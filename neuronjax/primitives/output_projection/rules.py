@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.options import QuantizationType, member, members
 from neuronjax.primitives.output_projection.mx_facts import mx_facts
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
@@ -158,13 +159,14 @@ def _floating(dtype: Any) -> bool:
 
 
 contracts.add(
+    only_hints(EMITTER, given_arguments(), ("out_in_sb",)),
     contracts.all_or_none_tiles(
         EMITTER,
         ("attention", "weight", "bias", *SCALES[EMITTER]),
         lambda function: given_arguments(
             weight=MemrefTile.from_tensor(jnp.zeros((2, 4, 6)), 1)
         )(function),
-    )
+    ),
 )
 _row(
     "form",

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.known import is_epsilon
 from neuronjax.primitives.options import (
     NormType,
@@ -29,6 +30,13 @@ from neuronjax.primitives.qkv.facts import (
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
+_HINTS = (
+    "store_output_in_sbuf",
+    "output_in_sbuf",
+    "use_auto_allocation",
+    "load_input_with_DMA_transpose",
+)
+
 
 def _row(rule: str, functions: tuple[str, ...], message: str, *args, **kwargs) -> None:
     """Enters a row; its stage is the second unless named."""
@@ -49,6 +57,8 @@ for _function, _names in ARGUMENTS.items():
             )(function),
         )
     )
+for _emitter in EMITTERS:
+    contracts.add(only_hints(_emitter, arguments(), _HINTS))
 _row(
     "rank",
     ALL,

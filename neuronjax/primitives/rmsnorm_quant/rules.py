@@ -10,6 +10,7 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.known import known
 from neuronjax.primitives.options import (
     NORM_CONFIG,
@@ -150,13 +151,14 @@ def _gain_misfits(c: SimpleNamespace) -> bool:
 
 
 contracts.add(
+    only_hints(EMITTER, _arguments()),
     contracts.all_or_none_tiles(
         EMITTER,
         ARGUMENTS[EMITTER].values(),
         lambda function: dict(
             hidden_in=MemrefTile.from_tensor(jnp.zeros((2, 8)), 1), weight=jnp.zeros(8)
         ),
-    )
+    ),
 )
 _row(
     "kargs",

@@ -9,6 +9,7 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.options import (
     FLOATS,
     RouterActFnType,
@@ -21,6 +22,12 @@ from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 PUBLIC, EMITTER = "router_topk", "router_topk_kernel"
 ALL = (PUBLIC, EMITTER)
 _FLOATS = ("x", "w", "w_bias", "selection_bias")
+_HINTS = (
+    "use_column_tiling",
+    "use_indirect_dma_scatter",
+    "use_PE_broadcast_w_bias",
+    "shard_on_tokens",
+)
 _TILE_AXES = dict(w=0, w_bias=1, selection_bias=0, token_mask=0)
 
 
@@ -141,13 +148,14 @@ def _tokens_misfit(c: SimpleNamespace) -> bool:
 
 
 contracts.add(
+    only_hints(EMITTER, _arguments(), _HINTS),
     contracts.all_or_none_tiles(
         EMITTER,
         (*_FLOATS, "token_mask"),
         lambda function: _arguments(w=MemrefTile.from_tensor(jnp.zeros((6, 5)), 0))(
             function
         ),
-    )
+    ),
 )
 _row(
     "layout",
