@@ -1,0 +1,49 @@
+"""What other libraries call the same things: their arguments and ours.
+
+One module a group of families; a name of theirs is checked against the installed
+library by `tests/test_family_pages.py`.
+"""
+
+from neuronjax.tools.family_pages.peers import (
+    attention,
+    collectives,
+    experts,
+    losses,
+    models,
+    norms,
+    projections,
+    rest,
+)
+from neuronjax.tools.family_pages.peers.peer import Peer as Peer
+from neuronjax.tools.family_pages.table import code, table
+
+_MODULES = (
+    attention,
+    projections,
+    norms,
+    experts,
+    losses,
+    rest,
+    collectives,
+    models,
+)
+
+# By the slug of the family's page.
+PEERS: dict[str, tuple[Peer, ...]] = {
+    slug: peers for module in _MODULES for slug, peers in module.PEERS.items()
+}
+
+
+def peer_sections(slug: str) -> list[str]:
+    """The tables of a page: for each function of another library, its arguments."""
+    peers = PEERS.get(slug, ())
+    parts = ["## From another library"] if peers else []
+    for peer in peers:
+        head = (f"`{peer.name}`", f"`{peer.ours}`", "what to mind")
+        parts.append(peer.note)
+        parts.append(table(head, [_row(*row) for row in peer.rows]))
+    return parts
+
+
+def _row(theirs: str, ours: str, note: str) -> tuple[str, str, str]:
+    return code(theirs.split(", ")), code(ours.split(", ")) if ours else "none", note
