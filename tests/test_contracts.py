@@ -77,6 +77,23 @@ def test_every_emitter_that_takes_hints_refuses_other_keywords():
             assert f"{name}.hints" in contracts.CONTRACTS, name
 
 
+def _switches():
+    for function, entry in sorted(contracts.FUNCTIONS.items()):
+        for parameter in entry.signature.parameters.values():
+            if isinstance(parameter.default, bool):
+                yield function, parameter.name
+
+
+@pytest.mark.parametrize(("function", "switch"), list(_switches()))
+def test_a_switch_is_true_or_false(function, switch):
+    """R-27, R-44: a word would be taken for True, an array has no truth value."""
+    arguments = dict(contracts.rows_of(function)[-1].example(function))
+    for value, words in (("no", switch), (jnp.zeros(2), f"{switch} must be a Python")):
+        report = neuronjax.can(function, **arguments | {switch: value})
+        assert not report
+        assert any(words in v.message for v in report.violations), str(report)
+
+
 @pytest.mark.parametrize("name", sorted(registry.CATALOG))
 def test_every_name_resolves_to_a_family_that_has_it(name):
     entry = neuronjax.resolve_kernel_config(name)

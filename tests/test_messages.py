@@ -61,7 +61,9 @@ MIXED = (
 ).split()
 # Family -> what its lowering twin expects.
 GUARDS = {
-    "attention": "Expected to get an AttentionMMSoftmaxMM or TiledNativeKernelAttention",
+    "attention": (
+        "Expected to get an AttentionMMSoftmaxMM or TiledNativeKernelAttention"
+    ),
     "backwards_attention": "Expected to get an BackwardsAttention",
     "mlp": "Expected to get an MLP or TiledNativeKernelMLP",
     "qkv": "Expected to get an QKV or TiledNativeKernelQKV",

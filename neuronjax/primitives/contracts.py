@@ -6,6 +6,7 @@ A family adds its rows with `add` in its own file and marks its functions `@cont
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
 import math
@@ -13,10 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
+
 from neuronjax.primitives.options import unbuilt
 from neuronjax.primitives.tile import MIXED, MemrefTile
 
 TAGS = ("math", "hw")
+_ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +213,7 @@ def can(op: str | Callable, /, *args: Any, **kwargs: Any) -> Report:
     Returns:
         A report that is true when the call runs here. It lists every violated rule, the
         chip's (`[hw]`) included, and the nearest legal size; or the option that is not
-        built yet.
+        built yet, or has no meaning for arrays.
 
     Raises:
         ValueError: no function of that name has contracts.
@@ -227,12 +232,28 @@ def can(op: str | Callable, /, *args: Any, **kwargs: Any) -> Report:
             f"can: op must be one of {', '.join(sorted(FUNCTIONS))}, got {name!r}"
         )
     call = _call(name, args, kwargs)
+    wrong = _array_for_setting(name, call)
+    if wrong:
+        return Report(name, (Violation(f"{name}.static", "math", wrong),))
     reason = unbuilt(name, vars(call))
     if reason is not None:
-        return Report(name, (Violation(f"{name}.not_built", "math", reason),))
+        return Report(name, (Violation(f"{name}.refused_option", "math", reason),))
     broken = _broken(name, call)
     violations = tuple(Violation(c.id, c.tag, c.text(call), c.literal) for c in broken)
     return Report(name, violations, _nearest(name, call, broken))
+
+
+def _array_for_setting(name: str, call: SimpleNamespace) -> str:
+    """A setting that is given as an array, described: its rules could not read it."""
+    for parameter in FUNCTIONS[name].signature.parameters.values():
+        value = getattr(call, parameter.name)
+        kinds = bool | int | str | enum.Enum
+        if isinstance(parameter.default, kinds) and isinstance(value, _ARRAYS):
+            return (
+                f"{name}: {parameter.name} must be a Python value, known while "
+                f"tracing, got an array of shape {tuple(value.shape)}"
+            )
+    return ""
 
 
 def rows_of(function: str) -> list[Contract]:
@@ -260,6 +281,9 @@ def _broken(name: str, call: SimpleNamespace) -> list[Contract]:
 
 
 def _enforce(name: str, call: SimpleNamespace) -> None:
+    wrong = _array_for_setting(name, call)
+    if wrong:
+        raise ValueError(wrong)
     broken = _broken(name, call)
     tags = TAGS if getattr(call, "tiled", False) else ("math",)
     refused = [c for c in broken if c.tag in tags]

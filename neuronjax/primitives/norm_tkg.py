@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from neuronjax.kernels.hidden_layout import PARTITIONS, from_partitions, to_partitions
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.reduce import (
     is_radicand,
     neuron_reduce_macro_kernel,
@@ -188,6 +189,7 @@ def _of_width(width: int, **changes: Any):
 
 
 contracts.add(
+    *only_flags("rmsnorm_tkg", "layernorm_tkg"),
     Contract(
         "norm_tkg.tensors",
         _NAMES,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from neuronjax.kernels.routing import Blocks, masked_affinities, route_to_blocks_fwd
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.options import FLOATS
 
@@ -233,6 +234,7 @@ def _arguments(**changes: Any):
 _BOTH = ("route_to_blocks", "mask_affinities")
 _BLOCKS = ("route_to_blocks",)
 contracts.add(
+    *only_flags("route_to_blocks", "mask_affinities"),
     Contract(
         "routing.index",
         _BOTH,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from neuronjax.kernels.top_k import top_k_indices
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.tile import MemrefTile
 
 _DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float32", "float64")))
@@ -107,6 +108,7 @@ def _arguments(shape=(2, 5), dtype="float32", k=2, **changes: Any):
 
 
 contracts.add(
+    *only_flags("topk"),
     Contract(
         "topk.tensor",
         ("topk",),

@@ -68,12 +68,13 @@ def kernel_facts(call: SimpleNamespace) -> dict[str, Any]:
         sink=(heads, 1),
     )
     scores = (heads, q_seq, kv_seq)
-    spread = [n for n in ("mask", "bias") if mask_misfit(getattr(call, n), scores)]
+    masks = {name: getattr(call, name) for name in ("mask", "bias")}
+    spread = [n for n, x in masks.items() if mask_misfit(x, scores)]
     return dict(
         heads=heads,
         kv_heads=kv_heads,
         misfit=misfit(call, wanted),
-        spread=" and ".join(spread),
+        spread=" and ".join(f"{n} of {tuple(masks[n].shape)}" for n in spread),
         scores=scores,
         tiled=False,
     )

@@ -8,11 +8,13 @@ import numpy as np
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
+    is_scale,
     is_soft_cap,
     is_wide_float,
     not_array,
 )
-from neuronjax.primitives.contracts import Contract, Size, add
+from neuronjax.primitives.contracts import Contract, Size, add, told
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.tile import MemrefTile
 
@@ -34,6 +36,14 @@ def _odd_kind(call: SimpleNamespace) -> str:
         if not is_wide_float(x):
             return f"{name} must be floating, got {x.dtype}"
     return "" if is_mask(call.mask) else f"mask must not be, got {call.mask.dtype}"
+
+
+def _odd_floats(call: SimpleNamespace) -> str:
+    """Those of sinks, bias and log-sum-exp that have another dtype, described."""
+    odd = [n for n in ("sinks_ref", "bias_ref") if not is_wide_float(getattr(call, n))]
+    if call.lse_ref.dtype not in (jnp.float32, jnp.float64):
+        odd.append("lse_ref")
+    return " and ".join(f"{name} of {getattr(call, name).dtype}" for name in odd)
 
 
 def _arguments(**changes: Any):
@@ -64,6 +74,7 @@ def _zeros(given: dict[str, Any]) -> dict[str, Any]:
 
 
 add(
+    *only_flags(*BWD, *KERNEL),
     Contract(
         "attention_bwd.rank",
         BWD,
@@ -149,22 +160,16 @@ add(
         "attention_bwd.floats",
         BWD,
         "{function}: sinks_ref and bias_ref must have floating dtypes, and lse_ref "
-        "float32 (float64 beside float64), got lse_ref of {lse_ref.dtype}",
-        lambda c: (
-            not (is_wide_float(c.sinks_ref) and is_wide_float(c.bias_ref))
-            or c.lse_ref.dtype not in (jnp.float32, jnp.float64)
-        ),
+        "float32 (float64 beside float64), got {odd_floats}",
+        told("odd_floats", _odd_floats),
         example=_arguments(sinks_ref=np.zeros((1, 4), np.int32)),
     ),
     Contract(
         "attention_bwd.scale_kind",
         BWD,
-        "{function}: softmax_scale must be a real number, a scalar array or None, got "
-        "{softmax_scale!r}",
-        lambda c: (
-            not is_number(c.softmax_scale, None)
-            and not hasattr(c.softmax_scale, "dtype")
-        ),
+        "{function}: softmax_scale must be a finite real number, a scalar array or "
+        "None, got {softmax_scale!r}",
+        lambda c: not is_scale(c.softmax_scale),
         example=_arguments(softmax_scale="1"),
         stage=0,
     ),
@@ -343,8 +348,8 @@ add(
     Contract(
         "backwards_attention.scores",
         KERNEL,
-        "{function}: {spread} must have shape [1 or {scores[0]}, 1 or {scores[1]}, 1 "
-        "or {scores[2]}]",
+        "{function}: mask and bias must have shape [1 or {scores[0]}, 1 or "
+        "{scores[1]}, 1 or {scores[2]}], got {spread}",
         lambda c: c.spread,
         example=_kernel(mask=np.ones((1, 2, 5), bool)),
     ),

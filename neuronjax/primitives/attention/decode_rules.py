@@ -7,7 +7,16 @@ import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3
 from neuronjax.primitives.attention.decode_facts import is_integer, is_mask
-from neuronjax.primitives.contracts import Contract, Size, add, all_or_none_tiles
+from neuronjax.primitives.attention.operand_kinds import not_array
+from neuronjax.primitives.contracts import (
+    Contract,
+    Size,
+    add,
+    all_or_none_tiles,
+    told,
+)
+from neuronjax.primitives.flags import only_flags
+from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.tile import MemrefTile
 
 # Which axis of each tensor a tile lies on; the keys' is the head dimension.
@@ -78,6 +87,28 @@ add(
             q=MemrefTile.from_tensor(np.zeros((1, 4, 2, 8), np.float32), 3),
         ),
     )
+)
+add(*only_flags(_FUNCTION))
+_row(
+    "arrays",
+    "{not_array}",
+    told(
+        "not_array",
+        lambda c: (
+            not_array(c, ("q", "k_prior", "v_prior"), True)
+            or not_array(c, (*AXES, "mask", *_OPTIONAL))
+        ),
+    ),
+    example=_emitter(q=None),
+    stage=-1,
+)
+_row(
+    "slots_in_use",
+    "prior_slots must be an integer of at least 0 or None, known while tracing, got "
+    "{prior_slots!r}",
+    lambda c: c.prior_slots is not None and not is_count(c.prior_slots, 0),
+    example=_emitter(prior_slots=2.5),
+    stage=0,
 )
 _row(
     "tiles",

@@ -9,7 +9,8 @@ import numpy as np
 from neuronjax.kernels.quantization.fp8 import E4M3
 from neuronjax.primitives.attention.decode_config import AttnTKGConfig
 from neuronjax.primitives.attention.decode_facts import is_integer, is_mask
-from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.attention.operand_kinds import not_array
+from neuronjax.primitives.contracts import Contract, Size, told
 
 _SIZES = dict(bs=1, q_head=2, s_active=2, curr_sprior=6, full_sprior=8, d_head=64)
 
@@ -72,6 +73,22 @@ def _is_config(cfg: Any) -> bool:
     )
 
 
+_NEEDED = ("q", "k_active", "v_active", "k_prior", "v_prior")
+_OPTIONAL = (
+    "mask",
+    "inv_freqs",
+    "rope_pos_ids",
+    "start_pos_ids",
+    "sink",
+    "active_blocks_table",
+)
+_row(
+    "arrays",
+    "{not_array}",
+    told("not_array", lambda c: not_array(c, _NEEDED, True) or not_array(c, _OPTIONAL)),
+    example=_tkg(dict(q=None)),
+    stage=-1,
+)
 _row(
     "config",
     "cfg must be an AttnTKGConfig of whole numbers, got {cfg!r}",

@@ -9,6 +9,7 @@ import numpy as np
 from neuronjax.kernels.attention.decode_masks import PARTITIONS, slot_cores
 from neuronjax.primitives.attention.decode_facts import fraction, is_mask
 from neuronjax.primitives.contracts import Contract, add
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.known import known
 from neuronjax.primitives.options import member, members
 
@@ -123,6 +124,7 @@ def _row(functions: tuple[str, ...], rule: str, message: str, *args: Any, **kw) 
     add(Contract(f"{functions[0]}.{rule}", functions, text, *args, **kw))
 
 
+add(*only_flags(*_ORDERS, *_TILE, *_HBM))
 _row(
     _ORDERS,
     "order",

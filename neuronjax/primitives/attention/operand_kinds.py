@@ -4,6 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+
+from neuronjax.primitives.kinds import is_number
 
 
 def not_array(
@@ -22,6 +25,13 @@ def not_array(
 def is_soft_cap(cap: Any) -> bool:
     """Whether a score over the cap is a normal float32; None is no cap."""
     return cap is None or 1e-30 <= cap <= 1e30
+
+
+def is_scale(scale: Any) -> bool:
+    """Whether `scale` is None, an array, or a finite number known while tracing."""
+    if scale is None or (hasattr(scale, "dtype") and not is_number(scale)):
+        return True
+    return is_number(scale) and bool(np.isfinite(scale))
 
 
 def is_mask(mask: Any) -> bool:

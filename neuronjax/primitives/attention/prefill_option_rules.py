@@ -8,12 +8,14 @@ import numpy as np
 
 from neuronjax.primitives.attention.operand_kinds import (
     is_mask,
+    is_scale,
     is_soft_cap,
     is_wide_float,
     not_array,
 )
 from neuronjax.primitives.attention.prefill_rules import CTE, REACH, arguments, row
 from neuronjax.primitives.contracts import Contract, Size, add
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.kinds import is_number
 
 _PRIOR = ("k_prior", "v_prior", "prior_used_len")
@@ -29,15 +31,13 @@ _ARRAYS = (*_PRIOR, *_BOUNDS, "sink", "cp_offset", "mask", "bias")
 
 def _setting(call: Any) -> str:
     """The first setting of the wrong kind, described; they are known while tracing."""
-    for name in ("causal_mask", "tp_q", "tp_k", "tp_out", "cache_softmax"):
-        if not isinstance(getattr(call, name), bool | np.bool_):
-            return f"{name} must be True or False, got {getattr(call, name)!r}"
     for name in ("sliding_window", "global_cp_deg"):
         if not isinstance(getattr(call, name), int | np.integer | None):
             return f"{name} must be an integer or None, got {getattr(call, name)!r}"
-    for name in ("logits_soft_cap", "dropout_rate"):
-        if not is_number(getattr(call, name), None):
-            return f"{name} must be a number, got {getattr(call, name)!r}"
+    if not is_number(call.logits_soft_cap, None):
+        return f"logits_soft_cap must be a number or None, got {call.logits_soft_cap!r}"
+    if not is_number(call.dropout_rate):
+        return f"dropout_rate must be a number, got {call.dropout_rate!r}"
     return ""
 
 
@@ -90,6 +90,7 @@ def _limited(call: Any) -> bool:
     return bool(call.sliding_window or call.k_prior is not None or call.global_cp_deg)
 
 
+add(*only_flags(CTE))
 _cte(
     "arrays",
     "{not_array}",
@@ -106,8 +107,8 @@ _cte(
 )
 _cte(
     "scale_kind",
-    "scale must be a real number, a scalar array or None, got {scale!r}",
-    lambda c: not is_number(c.scale, None) and not hasattr(c.scale, "dtype"),
+    "scale must be a finite real number, a scalar array or None, got {scale!r}",
+    lambda c: not is_scale(c.scale),
     example=arguments(scale="2.0"),
     stage=0,
 )
@@ -122,9 +123,10 @@ _cte(
     "prior_rank",
     "k_prior and v_prior must have 3 axes, heads first, and none empty, got "
     "{k_prior.shape} and {v_prior.shape}",
-    lambda c: any(
-        x is not None and (len(x.shape) != 3 or 0 in x.shape)
-        for x in (c.k_prior, c.v_prior)
+    lambda c: (
+        not _some(c, ("k_prior", "v_prior"))
+        and c.k_prior is not None
+        and any(len(x.shape) != 3 or 0 in x.shape for x in (c.k_prior, c.v_prior))
     ),
     example=_prior(v_prior=(2, 4, 6, 1)),
     stage=0,

@@ -13,7 +13,8 @@ from neuronjax.primitives.attention.operand_kinds import (
     not_array,
 )
 from neuronjax.primitives.contracts import Contract, Size, add, all_or_none_tiles
-from neuronjax.primitives.kinds import is_number
+from neuronjax.primitives.flags import only_flags
+from neuronjax.primitives.kinds import is_count, is_number
 from neuronjax.primitives.tile import MemrefTile
 
 CTE, KERNEL = "attention_cte", "attention_kernel"
@@ -25,7 +26,7 @@ TILED_STATISTICS = (
 )
 # Of operands that an example gives as a shape; the others are float32.
 _DTYPES = dict(prior_used_len=np.int32, cp_offset=np.int32)
-_ARRAYS = ("mask", "active_mask", "sink")
+_ARRAYS = ("mask", "active_mask", "sink", "out", "attn_out")
 UNIT_SCALE = "{name} only supports scale equal to 1.0"
 
 
@@ -70,11 +71,14 @@ def row(rule: str, message: str, violated=None, functions=BOTH, **kwargs) -> Non
 
 
 def _heads_misfit(heads: int, q_head: int | None, batch_size: int | None) -> bool:
+    if not all(x is None or is_count(x) for x in (q_head, batch_size)):
+        return True
     if q_head is None or batch_size is None:
         return heads % (q_head or batch_size or 1) != 0
     return q_head * batch_size != heads
 
 
+add(*only_flags(KERNEL))
 for _function in BOTH:
     add(all_or_none_tiles(_function, ("q", "k", "v"), _mixed))
 add(
@@ -231,8 +235,8 @@ row(
 )
 row(
     "kernel_scale",
-    "scale must be a number that is known while tracing, got {one_scale!r}",
-    lambda c: not is_number(c.one_scale),
+    "scale must be a finite number that is known while tracing, got {one_scale!r}",
+    lambda c: not is_number(c.one_scale) or not np.isfinite(c.one_scale),
     (KERNEL,),
     example=arguments(scale="2"),
 )
@@ -283,8 +287,8 @@ row(
 )
 row(
     "batch",
-    "heads of q must be q_head times batch_size, got {heads} with {q_head} and "
-    "{batch_size}",
+    "heads of q must be q_head times batch_size, integers of at least 1, got {heads} "
+    "with {q_head} and {batch_size}",
     lambda c: _heads_misfit(c.heads, c.q_head, c.batch_size),
     (KERNEL,),
     example=arguments(q_head=3, batch_size=2),

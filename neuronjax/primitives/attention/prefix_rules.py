@@ -18,6 +18,7 @@ from neuronjax.primitives.attention.prefill_facts import (
 )
 from neuronjax.primitives.attention.prefill_rules import UNIT_SCALE
 from neuronjax.primitives.contracts import Contract, add
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.kinds import is_number
 from neuronjax.primitives.registry import PREFIX_CACHING_NAMES
 from neuronjax.primitives.tile import MemrefTile
@@ -94,6 +95,7 @@ def _row(rule: str, message: str, violated, **kwargs: Any) -> None:
     add(Contract(f"prefix_caching.{rule}", _KERNEL, text, violated, **kwargs))
 
 
+add(*only_flags(*_KERNEL))
 _row(
     "name",
     "Prefix caching is not implemented for this kernel name {kernel_name}",
@@ -122,8 +124,8 @@ _row(
 )
 _row(
     "scale_kind",
-    "scale must be a number that is known while tracing, got {scale}",
-    lambda c: not is_number(c.scale),
+    "scale must be a finite number that is known while tracing, got {scale!r}",
+    lambda c: not is_number(c.scale) or not np.isfinite(c.scale),
     example=_arguments(scale="2"),
     stage=0,
 )

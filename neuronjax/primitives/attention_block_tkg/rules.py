@@ -7,6 +7,7 @@ import numpy as np
 
 from neuronjax.primitives.attention.decode_facts import wrong_block
 from neuronjax.primitives.attention_block_tkg.facts import (
+    BOTH,
     EMITTER,
     GAINS,
     SCALES,
@@ -22,6 +23,8 @@ from neuronjax.primitives.attention_block_tkg.rows import (
     row,
     zeros,
 )
+from neuronjax.primitives.contracts import add
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.mesh_axes import bound_size
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
@@ -35,6 +38,7 @@ def differs(name: str, wanted: Callable[[SimpleNamespace], tuple]):
     return differs
 
 
+add(*only_flags(*BOTH))
 row(
     "arrays",
     "{absent}",

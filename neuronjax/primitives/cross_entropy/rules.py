@@ -30,7 +30,7 @@ from neuronjax.primitives.cross_entropy.names import (
 )
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.kinds import is_count, is_flag
-from neuronjax.primitives.options import FLOATS
+from neuronjax.primitives.options import FLOATS, odd_dtype
 from neuronjax.primitives.tile import MemrefTile
 
 _CHIP = tuple(map(jnp.dtype, ("bfloat16", "float32")))
@@ -121,6 +121,17 @@ _row(
 )
 
 
+def _odd_keep(c: Any) -> str:
+    if c.keep is None or getattr(c.keep, "dtype", None) == jnp.dtype(bool):
+        return ""
+    return str(getattr(c.keep, "dtype", type(c.keep).__name__))
+
+
+def _odd_lse(c: Any) -> str:
+    lse = c.given["lse"]
+    return "None" if lse is None else odd_dtype({"one": lse})
+
+
 def _unfit(c: Any) -> bool:
     ranked = len(c.shape) >= 1 and len(c.w_shape) == 2 and c.w_shape[1] > 0
     return not ranked or c.shape[-1] != c.w_shape[0]
@@ -161,24 +172,38 @@ _row(
     stage=2,
 )
 _row(
+    "lse",
+    BACKWARDS,
+    "the log-sum-exp must be an array of bfloat16, float16, float32 or float64, got "
+    "{odd_lse}",
+    told("odd_lse", _odd_lse),
+    example=arguments(lse=np.zeros(3, np.int32)),
+)
+_row(
     "keep",
     KERNELS,
-    "keep must be bool, got {keep.dtype}",
-    lambda c: c.keep is not None and getattr(c.keep, "dtype", None) != jnp.dtype(bool),
+    "keep must be bool, got {odd_keep}",
+    told("odd_keep", _odd_keep),
     example=arguments(keep=np.ones(3, np.float32)),
 )
 _row(
     "result_dtype",
     (*PEERS, *KERNELS),
     "dtype must be bfloat16, float16, float32 or float64, got {dtype}",
-    lambda c: c.dtype is not None and named_dtype(c.dtype) not in FLOATS,
+    # NumPy takes None for float64: `None in FLOATS`.
+    lambda c: (
+        c.dtype is not None
+        and (named_dtype(c.dtype) is None or named_dtype(c.dtype) not in FLOATS)
+    ),
     example=arguments(dtype="int32"),
 )
 _row(
     "chunk",
     (*PEERS, *KERNELS),
     "chunk_size must be a positive integer, known while tracing, got {chunk_size}",
-    lambda c: c.chunk_size is not None and not is_count(c.chunk_size),
+    lambda c: (
+        not is_count(c.chunk_size) and (c.chunk_size is not None or c.function in PEERS)
+    ),
     example=arguments(chunk_size=0),
 )
 _row(
@@ -305,7 +330,7 @@ _row(
     "chip_chunk",
     PEERS,
     "the chip takes chunks of up to 65536 columns and no more than V, got {chunk_size}",
-    lambda c: c.chunk_size > min(c.vocab, 65536),
+    lambda c: (c.chunk_size or c.vocab) > min(c.vocab, 65536),
     example=arguments(chunk_size=6),
     tag="hw",
     stage=3,

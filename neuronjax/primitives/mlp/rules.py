@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.known import is_epsilon
 from neuronjax.primitives.mlp.facts import (
@@ -51,6 +52,7 @@ def _mixed(function: str) -> dict[str, Any]:
 
 for _emitter in ALL[1:]:
     contracts.add(only_hints(_emitter, arguments(), _HINTS))
+contracts.add(*only_flags(*ALL))
 for _function, _names in ARGUMENTS.items():
     _ios = [_names[key] for key in OPERANDS if key in _names]
     contracts.add(contracts.all_or_none_tiles(_function, _ios, _mixed))

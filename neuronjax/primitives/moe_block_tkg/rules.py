@@ -44,6 +44,9 @@ _BLOCKS: dict[str, Any] = dict(
 )
 
 
+_EXPERT_WEIGHTS = ("expert_gate_up_weights", "expert_down_weights")
+
+
 def _arguments(**changes: Any) -> Callable[[str], dict[str, Any]]:
     """Arguments that keep the rules but for `changes`; a tuple is a shape of zeros."""
 
@@ -71,6 +74,15 @@ def _parts_of_shared(c: SimpleNamespace) -> list[bool]:
     return [getattr(c, name) is not None for name in SHARED]
 
 
+def _absent(c: SimpleNamespace) -> str:
+    """The first operand that every block has and that is no array, described."""
+    for name in ("inp", "gamma", "router_weights", *_EXPERT_WEIGHTS):
+        x = getattr(c, name)
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return f"{name} must be an array, got {type(x).__name__}"
+    return ""
+
+
 def _odd_flag(c: SimpleNamespace) -> str:
     for name in FLAGS:
         if not is_flag(getattr(c, name)):
@@ -89,6 +101,13 @@ _row(
         _arguments()(function)
         | dict(gamma=MemrefTile.from_tensor(np.zeros((1, 8), np.float32), 1))
     ),
+    stage=-1,
+)
+_row(
+    "arrays",
+    "{absent}",
+    contracts.told("absent", _absent),
+    example=_arguments(gamma=None),
     stage=-1,
 )
 _row(

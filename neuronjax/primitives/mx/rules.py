@@ -10,6 +10,7 @@ import numpy as np
 from neuronjax.kernels.mx import layout
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.mx.formats import NAMES, format_of
 from neuronjax.primitives.tile import PARTITIONS
 
@@ -117,6 +118,7 @@ def _row(rule: str, functions, message: str, violated=None, **kwargs: Any) -> No
     contracts.add(Contract(f"mx.{rule}", tuple(functions), text, violated, **kwargs))
 
 
+contracts.add(*only_flags("quantize_mx_weight"))
 _row(
     "matrix",
     MATRIX,

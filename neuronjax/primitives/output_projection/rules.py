@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from neuronjax.kernels.quantization.fp8 import is_fp8
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.options import QuantizationType, member, members
 from neuronjax.primitives.output_projection.mx_facts import mx_facts
@@ -160,6 +161,7 @@ def _floating(dtype: Any) -> bool:
 
 contracts.add(
     only_hints(EMITTER, given_arguments(), ("out_in_sb",)),
+    *only_flags(EMITTER, DECODE),
     contracts.all_or_none_tiles(
         EMITTER,
         ("attention", "weight", "bias", *SCALES[EMITTER]),

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.known import is_epsilon
 from neuronjax.primitives.options import (
@@ -57,6 +58,7 @@ for _function, _names in ARGUMENTS.items():
             )(function),
         )
     )
+contracts.add(*only_flags(*PUBLIC, "qkv_fused_add_kernel"))
 for _emitter in EMITTERS:
     contracts.add(only_hints(_emitter, arguments(), _HINTS))
 _row(

@@ -10,6 +10,7 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.kinds import described, is_flag, is_number
 from neuronjax.primitives.options import FLOATS
 from neuronjax.primitives.tile import MemrefTile
@@ -193,6 +194,7 @@ def _row(
     contracts.add(Contract(f"reduce.{rule}", functions, text, *args, **kwargs))
 
 
+contracts.add(*only_flags("rms_norm"))
 _row(
     "tensors",
     _ALL,

@@ -10,7 +10,9 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.hints import only_hints
+from neuronjax.primitives.kinds import is_flag
 from neuronjax.primitives.known import known
 from neuronjax.primitives.options import (
     NORM_CONFIG,
@@ -152,6 +154,7 @@ def _gain_misfits(c: SimpleNamespace) -> bool:
 
 contracts.add(
     only_hints(EMITTER, _arguments()),
+    *only_flags(EMITTER),
     contracts.all_or_none_tiles(
         EMITTER,
         ARGUMENTS[EMITTER].values(),
@@ -319,6 +322,14 @@ _row(
     "{bound}",
     lambda c: c.is_static and c.bound > 0,
     example=_static(lower_bound=0.5),
+)
+_row(
+    "packed_flag",
+    (PUBLIC,),
+    "packed must be None, True or False, known while tracing, got {packed!r}",
+    lambda c: c.packed is not None and not is_flag(c.packed),
+    example=_arguments(packed="no"),
+    stage=1,
 )
 _row(
     "packed",

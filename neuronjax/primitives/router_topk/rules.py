@@ -9,7 +9,9 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.hints import only_hints
+from neuronjax.primitives.kinds import is_count
 from neuronjax.primitives.options import (
     FLOATS,
     RouterActFnType,
@@ -33,7 +35,9 @@ _TILE_AXES = dict(w=0, w_bias=1, selection_bias=0, token_mask=0)
 
 def public_facts(call: SimpleNamespace) -> dict[str, Any]:
     """What the rules read of a call of `router_topk`."""
-    form = {0: "HT", 1: "TH"}.get(call.x_hbm_layout, "")
+    layouts = (call.x_hbm_layout, call.x_sb_layout)
+    is_layout = all(map(is_count, layouts, (0, 0)))
+    form = {0: "HT", 1: "TH"}.get(call.x_hbm_layout, "") if is_layout else ""
     shape = getattr(call.x, "shape", None) or ()
     facts = _facts(call, "TH" if len(shape) == 3 else form)
     if len(shape) == 3:
@@ -48,7 +52,7 @@ def public_facts(call: SimpleNamespace) -> dict[str, Any]:
         ranked=facts["ranked"] or (len(shape) == 3 and len(facts["w_shape"]) == 2),
         bad_output=", ".join(bad),
         settings=settings,
-        is_layout=call.x_hbm_layout in (0, 1) and call.x_sb_layout in (0, 1, 2),
+        is_layout=is_layout and layouts[0] in (0, 1) and layouts[1] in (0, 1, 2),
     )
 
 
@@ -149,6 +153,7 @@ def _tokens_misfit(c: SimpleNamespace) -> bool:
 
 contracts.add(
     only_hints(EMITTER, _arguments(), _HINTS),
+    *only_flags(*ALL),
     contracts.all_or_none_tiles(
         EMITTER,
         (*_FLOATS, "token_mask"),
