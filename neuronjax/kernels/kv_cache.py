@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Integer, Shaped
 
 from neuronjax.kernels.indices import bounded
+from neuronjax.kernels.own_derivative import own_derivative
 from neuronjax.kernels.quantization.fp8 import is_fp8, saturate
 
 
@@ -34,7 +35,7 @@ def write_slots(
     A write that does not fit leaves its row of the cache as it was.
     """
     forms = _rows_writer(axis), _rows_selector(axis)
-    return _written(*forms, cache, _cast(new, cache.dtype), position)
+    return _written(cache, new, position, forms=forms)
 
 
 @functools.cache
@@ -106,7 +107,7 @@ def write_around(
     slot = (first[:, None] + token) % jnp.int32(size)
     slot = jnp.where((position >= 0)[:, None], slot, size + token)
     forms = _scatter_writer(axis), _around_selector(axis)
-    return _written(*forms, cache, _cast(new, cache.dtype), slot)
+    return _written(cache, new, slot, forms=forms)
 
 
 @functools.cache
@@ -146,7 +147,7 @@ def write_blocks(
     """
     block, offset = block_places(cache, new.shape[-2], position, table)
     forms = _scatter_blocks, _select_blocks
-    return _written(*forms, cache, _cast(new, cache.dtype), block, offset)
+    return _written(cache, new, block, offset, forms=forms)
 
 
 def _scatter_blocks(cache, new, block, offset):
@@ -212,20 +213,23 @@ def _cast(new: jax.Array, dtype: DTypeLike) -> jax.Array:
     return new.astype(dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _written(
-    scatter: Callable, select: Callable, cache: Any, new: Any, *where: Any
-) -> Any:
-    """`scatter(cache, new, *where)`, or of narrow floats `select` among their bits."""
+    cache: Array, new: Array, *where: Array, forms: tuple[Callable, Callable]
+) -> Array:
+    return _write(cache, _cast(new, cache.dtype), *where, forms=forms)
+
+
+def _write_of_tangents(primals, tangents, *, forms):
+    """A write is linear: its derivative writes the tangents."""
+    return forms[0](*tangents[:2], *primals[2:])
+
+
+@own_derivative(_write_of_tangents)
+def _write(cache: Any, new: Any, *where: Any, forms: tuple[Callable, Callable]) -> Any:
+    """Scatters, or of narrow floats selects among their bits."""
+    scatter, select = forms
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(cache.dtype.itemsize)
     if bits is None or not jnp.issubdtype(cache.dtype, jnp.floating):
         return scatter(cache, new, *where)
     raw = (lax.bitcast_convert_type(x, bits) for x in (cache, new))
     return lax.bitcast_convert_type(select(*raw, *where), cache.dtype)
-
-
-@_written.defjvp
-def _write_tangents(scatter, select, primals, tangents):
-    """A write is linear: its derivative writes the tangents."""
-    moved = scatter(*tangents[:2], *primals[2:])
-    return _written(scatter, select, *primals), moved

@@ -1,14 +1,13 @@
 """One layer of arrays that hold all layers, inside a loop over layers."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
+
+from neuronjax.kernels.own_derivative import own_derivative
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
@@ -37,43 +36,16 @@ def layer_at(stack: Any, i: jax.Array) -> Any:
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
     if not is_narrow(x.dtype):
         return lax.dynamic_index_in_dim(x, i, keepdims=False)
-    return _narrow_row_p.bind(x, i, axis=0)
+    return _narrow_row(x, i)
 
 
-# Bits have no derivative, and a rule of `jax.custom_jvp` is forgotten by a scan that is
-# differentiated in reverse: second derivatives would silently be 0. Those of a
-# primitive are not.
-_narrow_row_p = Primitive("narrow_row")
-
-
-@functools.partial(jax.jit, static_argnames="axis")
-def _cut(x: jax.Array, i: jax.Array, *, axis: int) -> jax.Array:
-    raw = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
-    row = lax.dynamic_index_in_dim(raw, i, axis, keepdims=False)
-    return lax.bitcast_convert_type(row, x.dtype)
-
-
-def _jvp(primals, tangents, *, axis):
-    (x, i), (dx, _) = primals, tangents
-    out = _narrow_row_p.bind(x, i, axis=axis)
-    if isinstance(dx, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, lax.dynamic_index_in_dim(dx, i, axis, keepdims=False)
-
-
-def _batch(operands, dims, *, axis):
-    (x, i), (of_x, of_i) = operands, dims
-    if of_i is not None:
-        cut = functools.partial(lax.dynamic_index_in_dim, axis=axis, keepdims=False)
-        return jax.vmap(cut, dims)(x, i), 0
-    axis += of_x <= axis
-    return _narrow_row_p.bind(x, i, axis=axis), of_x - (of_x > axis)
-
-
-_narrow_row_p.def_impl(_cut)
-_narrow_row_p.def_abstract_eval(
-    lambda x, i, *, axis: _cut.trace(x, i, axis=axis).out_avals
+# Bits have no derivative.
+@own_derivative(
+    lambda primals, tangents: lax.dynamic_index_in_dim(
+        tangents[0], primals[1], keepdims=False
+    )
 )
-ad.primitive_jvps[_narrow_row_p] = _jvp
-batching.primitive_batchers[_narrow_row_p] = _batch
-mlir.register_lowering(_narrow_row_p, mlir.lower_fun(_cut, multiple_results=False))
+def _narrow_row(x: Any, i: Any) -> Any:
+    raw = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
+    row = lax.dynamic_index_in_dim(raw, i, keepdims=False)
+    return lax.bitcast_convert_type(row, x.dtype)

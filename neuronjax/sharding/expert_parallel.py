@@ -14,7 +14,6 @@ than those; and all-reduces of the gradients of what every device holds whole, t
 router's weights. No tokens are gathered.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.own_derivative import own_derivative
 from neuronjax.kernels.shard_common import uniform
 from neuronjax.primitives.blockwise_mm.functions import moe_cte
 from neuronjax.primitives.blockwise_mm.spec import SkipMode
@@ -268,7 +268,7 @@ class _Plan:
         weight = jnp.where(is_there, self._gather(affinity, 0), 0)
         sent = self._gather(x, 0), weight
         held = _swap(_packed(*sent, number), axis)
-        hidden, weight = _received(*sent, held, axis)
+        hidden, weight = _received(*sent, held, axis=axis)
         return (
             lax.collapse(hidden, 0, 2),
             lax.collapse(weight, 0, 2),
@@ -318,8 +318,16 @@ def _numbers(held: Array, k: int, dtype: Any) -> Array:
     return lax.bitcast_convert_type(held[..., -k:], signed).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _received(x: Array, affinity: Array, held: Array, axis: str):
+def _exchanged(primals, tangents, *, axis: str):
+    dx, d_affinity, _ = tangents
+    if dx.dtype != d_affinity.dtype:
+        return _swap(dx, axis), _swap(d_affinity, axis)
+    moved = _swap(jnp.concatenate([dx, d_affinity], axis=-1), axis)
+    return tuple(jnp.split(moved, [dx.shape[-1]], axis=-1))
+
+
+@own_derivative(_exchanged)
+def _received(x: Array, affinity: Array, held: Array, *, axis: str):
     """Hidden states and affinities out of the bits that came for those sent.
 
     Bits have no derivative. That of an exchange is the same exchange of the tangents.
@@ -328,15 +336,6 @@ def _received(x: Array, affinity: Array, held: Array, axis: str):
     end = held.shape[-1] - k
     weight = _floats(held[..., width:end], affinity.dtype)
     return _floats(held[..., :width], x.dtype), weight
-
-
-@_received.defjvp
-def _received_jvp(axis, primals, tangents):
-    outs, (dx, d_affinity, _) = _received(*primals, axis), tangents
-    if dx.dtype != d_affinity.dtype:
-        return outs, (_swap(dx, axis), _swap(d_affinity, axis))
-    moved = _swap(jnp.concatenate([dx, d_affinity], axis=-1), axis)
-    return outs, tuple(jnp.split(moved, [dx.shape[-1]], axis=-1))
 
 
 def _experts(

@@ -75,7 +75,7 @@ class BlockScaled:
         """`x @ gate_up`, without the bias."""
         left = rounded(x.astype(self.acc), HIDDEN)
         weights = _gate_and_up(expert.gate_up)
-        parts = [product_fwd(left, w, scale, self.kind) for w, scale in weights]
+        parts = [product_fwd(left, w, scale, kind=self.kind) for w, scale in weights]
         return jnp.concatenate(parts, axis=1).astype(self.acc)
 
     def _in_blocks(
@@ -91,14 +91,15 @@ class BlockScaled:
     def down(self, middle: Gated, expert: Expert) -> Rows:
         """`middle @ down`, without the bias."""
         blocks = self._in_blocks(middle, expert)
-        left = round_blocks(grouped(blocks), BLOCK, E4M3FN).reshape(blocks.shape)
+        left = round_blocks(grouped(blocks), axes=BLOCK, kind=E4M3FN)
+        left = left.reshape(blocks.shape)
         packed, scale = expert.down
-        return product_fwd(left, packed, scale, self.kind).astype(self.acc)
+        return product_fwd(left, packed, scale, kind=self.kind).astype(self.acc)
 
     def down_back(self, dy: Rows, middle: Gated, expert: Expert) -> Gated:
         """The cotangent of `middle`."""
         packed, scale = expert.down
-        d_blocks = product_bwd(dy, packed, scale, self.kind)
+        d_blocks = product_bwd(dy, packed, scale, kind=self.kind)
         blocks = self._in_blocks(middle, expert)
         passed = straight_through(grouped(d_blocks), grouped(blocks), BLOCK)
         return from_blocks(passed.reshape(blocks.shape), INTERMEDIATE, self.d_ff)
@@ -107,7 +108,7 @@ class BlockScaled:
         """The cotangent of `x`."""
         halves = dz[:, : self.d_ff], dz[:, self.d_ff :]
         pairs = zip(halves, _gate_and_up(expert.gate_up), strict=True)
-        d_gate, d_up = (product_bwd(dy, *w, self.kind) for dy, w in pairs)
+        d_gate, d_up = (product_bwd(dy, *w, kind=self.kind) for dy, w in pairs)
         return rounded_bwd(d_gate + d_up, x.astype(self.acc), HIDDEN)
 
     def weight_grad(self, x: jax.Array, dy: jax.Array) -> jax.Array:

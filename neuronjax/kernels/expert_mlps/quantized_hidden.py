@@ -37,7 +37,7 @@ class Rounded(BlockScaled):
         """`x @ gate_up`, `[B, 2 I]`, without the bias."""
         left, (packed, scale) = to_blocks(x, HIDDEN), expert.gate_up
         parts = [
-            product_fwd(left, packed[:, side], scale[:, side], self.kind)
+            product_fwd(left, packed[:, side], scale[:, side], kind=self.kind)
             for side in (0, 1)
         ]
         return jnp.concatenate(parts, axis=1).astype(self.acc)

@@ -17,7 +17,7 @@ from neuronjax.kernels.mx.quantize import round_blocks, straight_through
 def rounded(x: Float[Array, "*rows k"], order: str) -> Float[Array, "*rows 4 p r"]:
     """Lays `x` out in blocks and rounds it: the left factor of `product_fwd`."""
     blocks = to_blocks(x, order)
-    return round_blocks(grouped(blocks), BLOCK, E4M3FN).reshape(blocks.shape)
+    return round_blocks(grouped(blocks), axes=BLOCK, kind=E4M3FN).reshape(blocks.shape)
 
 
 def rounded_bwd(
@@ -38,7 +38,7 @@ def mx_linear_fwd(
     order: str,
 ) -> Float[Array, "*rows n"]:
     """Returns `y`, in the accumulator's dtype."""
-    return product_fwd(rounded(x, order), packed, scale, kind)
+    return product_fwd(rounded(x, order), packed, scale, kind=kind)
 
 
 def mx_linear_bwd(
@@ -51,4 +51,4 @@ def mx_linear_bwd(
     order: str,
 ) -> Float[Array, "*rows k"]:
     """Returns the cotangent of `x`."""
-    return rounded_bwd(product_bwd(dy, packed, scale, kind), x, order)
+    return rounded_bwd(product_bwd(dy, packed, scale, kind=kind), x, order)

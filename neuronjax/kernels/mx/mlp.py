@@ -57,7 +57,7 @@ def mx_mlp_fwd(
     left = rounded(x, HIDDEN)
 
     def project(key: str) -> jax.Array:
-        return product_fwd(left, getattr(ops, key), scales[key], kind)
+        return product_fwd(left, getattr(ops, key), scales[key], kind=kind)
 
     stored = dense.pre_activations(project, ops, opts, Rows)
     y = _down(dense.middle_of(stored, opts), ops, kind)
@@ -115,7 +115,7 @@ def _down(middle: jax.Array, ops: Operands, kind: Format) -> jax.Array:
 def _d_left(d_gate, d_up, ops: Operands, kind: Format) -> jax.Array:
     """The cotangent of the rounded activations."""
     scales = _scales(ops)
-    total = product_bwd(d_up, ops.up_w, scales["up_w"], kind)
+    total = product_bwd(d_up, ops.up_w, scales["up_w"], kind=kind)
     if d_gate is None:
         return total
-    return total + product_bwd(d_gate, ops.gate_w, scales["gate_w"], kind)
+    return total + product_bwd(d_gate, ops.gate_w, scales["gate_w"], kind=kind)

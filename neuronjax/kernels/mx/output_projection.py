@@ -51,7 +51,7 @@ def mx_output_projection_fwd(
     else:
         left = _dequantized_rows(attention, input_scale)
     packed = weight[:, None], weight_scale[:, None]
-    y = product_fwd(left, *packed, FORMATS[weight_format])
+    y = product_fwd(left, *packed, kind=FORMATS[weight_format])
     return (finished(y, bias, "BNDS", False, None, False).astype(out_dtype),)
 
 
@@ -72,7 +72,7 @@ def mx_output_projection_bwd(
     if input_scale is not None:
         return None, dbias
     packed = weight[:, None], weight_scale[:, None]
-    dleft = product_bwd(dy, *packed, FORMATS[weight_format])
+    dleft = product_bwd(dy, *packed, kind=FORMATS[weight_format])
     drows = rounded_bwd(dleft, rows_of(attention, "BNDS"), CONTIGUOUS)
     dx = attention_of(drows, attention, "BNDS").astype(attention.dtype)
     return dx, dbias

@@ -46,7 +46,7 @@ def rounded_blocks_plain(blocks: jax.Array) -> jax.Array:
     limit = lax.stop_gradient(E4M3FN.largest * 2.0**power)
     inside = jnp.abs(blocks) <= limit
     clipped = jnp.where(inside, blocks, lax.stop_gradient(jnp.sign(blocks) * limit))
-    codes = round_blocks(lax.stop_gradient(blocks), BLOCK, E4M3FN)
+    codes = round_blocks(lax.stop_gradient(blocks), axes=BLOCK, kind=E4M3FN)
     moved = clipped + lax.stop_gradient(codes - clipped)
     return moved.reshape(shape)
 

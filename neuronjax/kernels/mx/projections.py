@@ -28,7 +28,7 @@ def matmul_fwd(
     """Returns `out[i, j] = sum over p, q of S[p, i, q] * M[p, j, q]`."""
     rows = dequantized(stationary[:, None], stationary_scale[:, None], kinds[0])
     rows = jnp.moveaxis(rows, -1, 0)
-    return product_fwd(rows, moving[:, None], moving_scale[:, None], kinds[1])
+    return product_fwd(rows, moving[:, None], moving_scale[:, None], kind=kinds[1])
 
 
 def gate_up_fwd(
@@ -41,7 +41,7 @@ def gate_up_fwd(
 ) -> Float[Array, "128 tiles rows 4"]:
     """Returns gate or up as the chip holds it: tiles of 512 outputs, in quarters."""
     rows = jnp.moveaxis(dequantized(hidden, hidden_scale, kinds[0]), -1, 0)
-    y = product_fwd(rows, weight, weight_scale, kinds[1])
+    y = product_fwd(rows, weight, weight_scale, kind=kinds[1])
     out = to_partitions(to_blocks(y, INTERMEDIATE))
     if bias is None:
         return out
@@ -60,7 +60,7 @@ def down_fwd(
 ) -> Float[Array, "rows d_model"]:
     """Returns the down projection; what lies in the padding is never read."""
     middle = from_blocks(from_partitions(inter), INTERMEDIATE, size)
-    y = product_fwd(rounded(middle, INTERMEDIATE), weight, weight_scale, kind)
+    y = product_fwd(rounded(middle, INTERMEDIATE), weight, weight_scale, kind=kind)
     return y if bias is None else y + bias.astype(y.dtype)
 
 

@@ -7,9 +7,6 @@ The scale is the floor of the logarithm: values above the largest mantissa satur
 OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt8
@@ -28,6 +25,7 @@ from neuronjax.kernels.mx.formats import (
     scaled,
     unpack,
 )
+from neuronjax.kernels.own_derivative import own_derivative
 
 ROWS, COLUMNS = 8, 4  # a block: eight rows of one container each
 Axes = tuple[int, ...]
@@ -88,9 +86,9 @@ def is_clipped(x: Float[Array, "..."], axes: Axes, kind: Format) -> Bool[Array, 
     return magnitude_bits(x) > (top << 23 | steps << (23 - kind.mantissa))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@own_derivative(lambda x, dx, axes, kind: straight_through(dx[0], x[0], axes, kind))
 def round_blocks(
-    x: Float[Array, "..."], axes: Axes, kind: Format
+    x: Float[Array, "..."], *, axes: Axes, kind: Format
 ) -> Float[Array, "..."]:
     """Returns `x` quantized and dequantized, in float32, or float64 where `x` is.
 
@@ -99,12 +97,6 @@ def round_blocks(
     """
     codes, scale = quantize_blocks(x, axes, kind)
     return scaled(decode(codes, kind), scale).astype(accumulator(x.dtype))
-
-
-@round_blocks.defjvp
-def _round_blocks_jvp(axes, kind, primals, tangents):
-    (x,), (dx,) = primals, tangents
-    return round_blocks(x, axes, kind), straight_through(dx, x, axes, kind)
 
 
 def straight_through(

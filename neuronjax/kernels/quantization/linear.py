@@ -10,7 +10,6 @@ Every fp8 value is a bfloat16 value, so bfloat16 and fp8 activations are multipl
 bfloat16 without an error, at half the time of float32.
 """
 
-import functools
 import math
 
 import jax
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from neuronjax.kernels.dtypes import accumulator, promoted
+from neuronjax.kernels.own_derivative import own_derivative
 from neuronjax.kernels.shard_common import uniform
 
 Scale = Float[Array, ""] | Float[Array, " d_out"]
@@ -47,7 +47,7 @@ def scaled_linear_fwd(
     three bfloat16 values each, whose sum they are: nothing is lost.
     """
     scale = lax.stop_gradient(scale).astype(accumulator(x.dtype))
-    return _product(x, w, scale, jnp.dtype(dtype), False)
+    return _product(x, w, scale, dtype=jnp.dtype(dtype), back=False)
 
 
 def scaled_linear_bwd(
@@ -64,12 +64,19 @@ def scaled_linear_bwd(
     acc = accumulator(dy.dtype)
     scaled = dy.astype(acc) * lax.stop_gradient(scale).astype(acc)
     one = jnp.ones((), acc)
-    return _product(scaled.astype(dtype), w, one, jnp.dtype(dtype), True)
+    return _product(scaled.astype(dtype), w, one, dtype=jnp.dtype(dtype), back=True)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _moved(primals, tangents, *, dtype: jnp.dtype, back: bool) -> jax.Array:
+    """Linear in `x`; this form can be transposed without rounding a cotangent."""
+    x, w, scale = primals
+    wide = accumulator(x.dtype)
+    return _whole(tangents[0].astype(wide), w, wide, back) * scale
+
+
+@own_derivative(_moved)
 def _product(
-    x: jax.Array, w: jax.Array, scale: jax.Array, dtype: jnp.dtype, back: bool
+    x: jax.Array, w: jax.Array, scale: jax.Array, *, dtype: jnp.dtype, back: bool
 ) -> jax.Array:
     """`(x @ w) * scale`, or with `back` `(x @ w^T) * scale`, accumulated wide."""
     rows, kept = math.prod(x.shape[:-1]), w.shape[0 if back else 1]
@@ -85,15 +92,6 @@ def _product(
         scale = jnp.broadcast_to(scale, kept)
         y = _each_block(factors, w, scale, parts, 0 if back else 1)
     return y.reshape(*x.shape[:-1], kept)
-
-
-@_product.defjvp
-def _product_jvp(dtype, back, primals, tangents):
-    """Linear in `x`; this form can be transposed without rounding a cotangent."""
-    x, w, scale = primals
-    wide = accumulator(x.dtype)
-    moved = _whole(tangents[0].astype(wide), w, wide, back) * scale
-    return _product(x, w, scale, dtype, back), moved
 
 
 def is_explicit(*arrays: jax.Array) -> bool:

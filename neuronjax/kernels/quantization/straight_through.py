@@ -4,8 +4,6 @@ A rounding passes a tangent on unchanged; a clip passes none from outside. Scale
 constants. Bengio et al. 2013, section 4, https://arxiv.org/abs/1308.3432.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from neuronjax.kernels.dtypes import accumulator
+from neuronjax.kernels.own_derivative import own_derivative
 from neuronjax.kernels.quantization.fp8 import (
     E4M3,
     E4M3FN,
@@ -42,7 +41,7 @@ def requantize_rows(
     wide = _clip(wide, bound if bound > 0 else float(jnp.finfo(wide.dtype).max))
     limit = largest(dtype)
     scale = lax.stop_gradient(row_scales(wide, limit=limit, axis=axis))
-    return _rounded(wide / scale, jnp.dtype(dtype)), scale
+    return _rounded(wide / scale, dtype=jnp.dtype(dtype)), scale
 
 
 def static_codes(
@@ -57,7 +56,7 @@ def static_codes(
     The result is held in at least float32. An infinity saturates, a NaN stays NaN.
     """
     codes = _clip(_divided(x, scale), limit)
-    return codes if dtype is None else _rounded(codes, jnp.dtype(dtype))
+    return codes if dtype is None else _rounded(codes, dtype=jnp.dtype(dtype))
 
 
 def static_codes_bwd(
@@ -82,11 +81,6 @@ def _clip(x: jax.Array, limit: float) -> jax.Array:
     return lax.clamp(-edge, x, edge)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x, dtype):
+@own_derivative(lambda x, dx, dtype: dx[0])
+def _rounded(x, *, dtype):
     return saturate(x, dtype).astype(x.dtype)
-
-
-@_rounded.defjvp
-def _rounded_jvp(dtype, primals, tangents):
-    return _rounded(*primals, dtype), *tangents
