@@ -289,10 +289,11 @@ def test_the_path_and_placement_change_no_value():
         ("sbm", object()),
     ],
 )
-def test_an_option_that_is_not_built_refuses(option, value):
+def test_an_option_about_memory_on_chip_refuses(option, value):
     """R-27."""
     arrays, settings, _ = call_of(PLAIN, dtype="float32")
-    with pytest.raises(NotImplementedError, match=f"mlp: {option} = .* not built yet"):
+    words = f"mlp: {option} = .* has no meaning .* SBUF"
+    with pytest.raises(NotImplementedError, match=words):
         neuronjax.mlp(**arrays, **settings, **{option: value})
 
 

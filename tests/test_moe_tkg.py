@@ -290,7 +290,7 @@ def test_scaling_before_the_experts_is_refused(mode):
 
 
 def test_a_result_on_chip_is_refused_with_the_way_to_it():
-    with pytest.raises(NotImplementedError, match="expert_mlps_kernel"):
+    with pytest.raises(NotImplementedError, match="no meaning .*expert_mlps_kernel"):
         run(call(), output_in_sbuf=True)
 
 

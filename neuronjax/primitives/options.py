@@ -152,13 +152,21 @@ class QKVWeightLayout(enum.Enum):
     MX_INTERLEAVED = 2
 
 
-def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
+# Options about memory on chip, and why an array has no use for them.
+_NO_MEANING = {
+    "sbm": "they lie in no SBUF that a buffer manager could divide",
+    "store_output_in_sbuf": "a result in SBUF is a tile, and tiles give one",
+    "output_in_sbuf": "tiles go to neuronjax.emit.expert_mlps_kernel, which gives one",
+}
+
+
+def refuses(instead: str = "", **off: object) -> Callable[[Function], Function]:
     """Marks options that refuse, and never answer wrongly.
 
-    They are not built yet, or have no meaning for arrays: `instead` says which.
+    They are not built yet, or are about memory on chip and have no meaning for arrays.
 
     Args:
-        instead: what is built, for the message.
+        instead: what is built in place of those that are not, for the message.
         **off: for each option, the value that leaves it off, or a tuple of them; a
             call with another one raises `NotImplementedError` before anything else is
             looked at.
@@ -181,12 +189,12 @@ def refuses(instead: str, **off: object) -> Callable[[Function], Function]:
     return mark
 
 
-# By function: what is built instead, and the off values.
+# By function: what is built instead of the options, and their off values.
 _UNBUILT: dict[str, tuple[str, Mapping[str, object]]] = {}
 
 
 def unbuilt(function: str, given: Mapping[str, object]) -> str | None:
-    """Why a call is refused: the first option that is not built; None if all are."""
+    """Why a call is refused: the first option that `refuses` marks; None if none is."""
     instead, off = _UNBUILT.get(function, ("", {}))
     for name, none in off.items():
         if name not in given:
@@ -196,8 +204,14 @@ def unbuilt(function: str, given: Mapping[str, object]) -> str | None:
         if isinstance(nones[0], enum.Enum):
             value = member(type(nones[0]), value) or nones[0]
         if not any(_is_off(value, none) for none in nones):
-            return f"{function}: {name} = {_shown(value)} is not built yet; {instead}"
+            return f"{function}: {name} = {_shown(value)} {_reason(name, instead)}"
     return None
+
+
+def _reason(option: str, instead: str) -> str:
+    if option in _NO_MEANING:
+        return f"has no meaning for arrays: {_NO_MEANING[option]}"
+    return f"is not built yet; {instead}"
 
 
 def _is_off(value: object, none: object) -> bool:

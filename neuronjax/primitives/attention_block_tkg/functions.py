@@ -17,7 +17,7 @@ Scale = Float[Array, "rows 1"]
 Cache = Shaped[Array, "*slots _"]
 
 
-@refuses("arrays need no buffer manager: calls without one are", sbm=None)
+@refuses(sbm=None)
 @contracted(facts)
 def attention_block_tkg(
     X: Float[Array, "batch seq d_model"],

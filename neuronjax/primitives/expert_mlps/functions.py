@@ -13,10 +13,7 @@ from neuronjax.primitives.expert_mlps.facts import PUBLIC, facts
 from neuronjax.primitives.options import ActFnType, ExpertAffinityScaleMode, refuses
 
 
-@refuses(
-    "tiles go to neuronjax.emit.expert_mlps_kernel, and its result is one",
-    output_in_sbuf=False,
-)
+@refuses(output_in_sbuf=False)
 @contracts.contracted(facts)
 def moe_tkg(
     hidden_input: Shaped[Array, "..."],

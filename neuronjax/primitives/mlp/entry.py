@@ -20,11 +20,10 @@ from neuronjax.primitives.options import (
 )
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
 
-_INSTEAD = "results that are arrays or tiles are"
 Operand = Shaped[Array, "..."] | MemrefTile
 
 
-@refuses(_INSTEAD, store_output_in_sbuf=False, sbm=None)
+@refuses(store_output_in_sbuf=False, sbm=None)
 @contracts.contracted(facts("mlp"))
 def mlp(
     hidden_tensor: Operand,
@@ -148,7 +147,7 @@ def mlp(
         up_clamp_lower_limit: the same for `u`.
         force_cte_mode: the prefill path for few rows; without quantized weights it
             changes no value.
-        sbm: a buffer manager; refuses, since arrays need none.
+        sbm: a buffer manager; refuses, since arrays lie in no SBUF.
         lnc: how many cores the stored layout of the down weight is for.
         weight_dtype: MX: the format of the weights, as in `neuronjax.quantize_to_mx`;
             that of their container unless named, float4_e2m1fn in uint16 and

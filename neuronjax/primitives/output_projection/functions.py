@@ -84,7 +84,7 @@ def output_projection_cte(
     )
 
 
-@refuses("arrays need no buffer manager: calls without one are", sbm=None)
+@refuses(sbm=None)
 @contracts.contracted(facts("DBNS"))
 def output_projection_tkg(
     attention: Float[Array, "head_dim batch num_heads seq"],

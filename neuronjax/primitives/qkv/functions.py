@@ -29,8 +29,8 @@ Table = Float[Array, "batch seq head_dim"]
 PerChannel = Float[Array, "1 d_model"]
 PerColumn = Float[Array, "1 columns"]
 
-# STATIC_MX, and the hidden order that belongs to it.
-_UNBUILT = dict(quantization_type=BUILT, sbm=None)
+# STATIC_MX is not built, nor the hidden order that belongs to it.
+_REFUSED = dict(quantization_type=BUILT, sbm=None)
 # What the emitters take under the same names: settings, and hints of placement.
 _SETTINGS = (
     "hidden_actual d_head num_q_heads num_kv_heads quantization_type kv_dtype fp8_max "
@@ -39,7 +39,7 @@ _SETTINGS = (
 ).split()
 
 
-@refuses(INSTEAD, **_UNBUILT, is_h_dim_4h_transposed=False)
+@refuses(INSTEAD, **_REFUSED, is_h_dim_4h_transposed=False)
 @contracts.contracted(facts("qkv"))
 def qkv(
     input: Hidden,
@@ -188,7 +188,7 @@ def qkv(
     return _without_sum(call, outs) if prefill else outs
 
 
-@refuses(INSTEAD, **_UNBUILT, is_input_swizzled=False)
+@refuses(INSTEAD, **_REFUSED, is_input_swizzled=False)
 @contracts.contracted(facts("qkv_cte"))
 def qkv_cte(
     input: Hidden,
