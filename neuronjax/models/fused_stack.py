@@ -30,6 +30,11 @@ def require_dense(layer: Any) -> None:
         )
     attention, mlp = parts
     settings = [mlp.activation in ("SiLU", "Swish"), mlp.norm_eps == attention.norm_eps]
+    if not attention.is_plainly_causal:
+        raise ValueError(
+            "Llama: fused_stack needs attention without window, sink, soft cap and "
+            f"dropout, got {attention.options}"
+        )
     if not all(settings) or attention.norm is None or mlp.norm is None:
         raise ValueError(
             "Llama: fused_stack needs a norm in front of attention and MLP, both with "

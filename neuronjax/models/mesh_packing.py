@@ -160,6 +160,11 @@ def require_plain(function: str, layer: Any) -> None:
             f"{function}: layers must be of nn.Attention and nn.MLP or nn.MoE, not "
             f"quantized, got {type(attention).__name__} and {type(mlp).__name__}"
         )
+    if not attention.is_plainly_causal:
+        raise ValueError(
+            f"{function}: nn.Attention must be causal without window, sink, soft cap "
+            f"and dropout, got {attention.options}"
+        )
     if attention.norm is None or mlp.norm is None:
         raise ValueError(f"{function}: attention and MLP must have their norms")
     if isinstance(mlp, MLP) and mlp.activation != "SiLU":

@@ -195,6 +195,11 @@ class Attention(nnx.Module):
         )
         return self._out(out), cache.write(key, value, lengths)
 
+    @property
+    def is_plainly_causal(self) -> bool:
+        """Whether it has no option: no window, sink, cap or dropout, and is causal."""
+        return self.options == AttentionOptions() and self.sink is None
+
     def set_attributes_of(self, layer: "Attention") -> None:
         """Takes over everything of `layer` but its projections."""
         self.norm, self.sink, self.dropout = layer.norm, layer.sink, layer.dropout
