@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,10 +11,12 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import typer
 
 import neuronjax
 from neuronjax import emit
 from neuronjax.primitives import contracts
+from neuronjax.tools.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("neuronjax", "tests", "benchmarks", "docs", "notebooks", ".ci")
@@ -60,21 +63,68 @@ def _project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def _readme_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    return [line for block in blocks for line in block.splitlines()]
+def _commands(page: str) -> list[str]:
+    """The lines of a page's shell blocks that make an environment or name its path."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [x for x in lines if x.startswith(("python3 -m venv", ".venv"))]
 
 
-def test_the_readme_has_two_commands_and_ci_runs_them():
-    run, test = _readme_commands()
-    assert run.startswith("python3 -m venv .venv && .venv/bin/pip install ")
-    assert test.startswith("python3 -m venv .venv && .venv/bin/pip install ")
-    assert run.endswith('.venv/bin/neuronjax run smollm2 "The capital of France is"')
-    assert test.endswith(".venv/bin/pytest")
+def test_the_readmes_commands_are_those_that_ci_runs():
+    demo, run, test = _commands("README.md")
+    for install in (demo, test):
+        assert install.startswith("python3 -m venv .venv && .venv/bin/pip install ")
+    assert demo.endswith(" && .venv/bin/neuronjax demo")
+    assert '".[models,train]"' in demo, "one install serves the demo and the model"
+    assert run == '.venv/bin/neuronjax run smollm2 "The capital of France is"'
+    assert test.endswith(" && .venv/bin/pytest")
     ci = (ROOT / ".ci" / "run").read_text()
-    assert "readme_command 'neuronjax run'" in ci
-    assert "readme_command 'bin/pytest'" in ci
-    assert "pip install" not in ci, "CI installs by the README's words only"
+    for word in ("neuronjax demo", "neuronjax run", "bin/pytest"):
+        assert f"words_of README.md '{word}'" in ci
+    assert "pip install" not in ci, "CI installs by the pages' words only"
+
+
+def test_ci_builds_the_wheel_and_the_pages_by_contributings_words():
+    page, ci = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / ".ci/run").read_text()
+    assert "\npython -m build --outdir dist\n" in page
+    commands = [line for line in _commands("CONTRIBUTING.md") if "-wheel" in line]
+    assert len(commands) == 6
+    for word in (
+        "dist/*.whl",
+        "smoke_wheel.py",
+        "--extras",
+        "[docs]",
+        "sphinx-build -W",
+    ):
+        assert word in " ".join(commands)
+    for phase in ("phase 'CONTRIBUTING, wheel'", "phase 'CONTRIBUTING, documentation'"):
+        assert phase in ci
+
+
+def _shown_commands() -> list[str]:
+    """Every `neuronjax ...` line in a shell block of a page."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = []
+    for page in pages:
+        for block in re.findall(
+            r"```(?:sh|bash|console)\n(.*?)```", page.read_text(), re.S
+        ):
+            lines += re.findall(r"^(?:\$ |\.venv/bin/)?(neuronjax .*)", block, re.M)
+    return list(dict.fromkeys(lines))
+
+
+@pytest.mark.parametrize("line", _shown_commands())
+def test_a_command_that_a_page_shows_is_one(line):
+    """Its words and options are known; nothing runs."""
+    command = typer.main.get_command(app)
+    words = shlex.split(line, comments=True)[1:]
+    if words == ["--help"]:
+        return
+    while hasattr(command, "commands"):
+        name, *words = words
+        assert name in command.commands, line
+        command = command.commands[name]
+    command.make_context(line, words)
 
 
 def test_the_readme_example_runs(capsys):

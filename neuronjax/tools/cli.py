@@ -1,12 +1,11 @@
 """The `neuronjax` command: its parts, in the order and the panels of `--help`."""
 
 import sys
+from importlib import metadata
 from typing import Annotated
 
-import jax
 import typer
 
-import neuronjax
 from neuronjax.tools.check_commands import gradcheck, verify
 from neuronjax.tools.command_group import OneLineGroup
 from neuronjax.tools.demo_commands import demo
@@ -32,8 +31,8 @@ app = typer.Typer(
 def _version(asked: bool) -> None:
     if asked:
         python = ".".join(map(str, sys.version_info[:3]))
-        versions = f"neuronjax {neuronjax.__version__}, jax {jax.__version__}"
-        typer.echo(f"{versions}, Python {python}")
+        versions = (f"{name} {metadata.version(name)}" for name in ("neuronjax", "jax"))
+        typer.echo(f"{', '.join(versions)}, Python {python}")
         raise typer.Exit
 
 

@@ -33,9 +33,10 @@ def _told(error: Exception) -> int:
     Typer brings a click of its own or takes the installed one, so that the class of its
     errors is known by what they have.
     """
-    if not hasattr(error, "format_message"):
+    words_of = getattr(error, "format_message", None)
+    if words_of is None:
         raise error
-    context, words = getattr(error, "ctx", None), error.format_message()
+    context, words = getattr(error, "ctx", None), words_of()
     if type(error).__name__ == "NoArgsIsHelpError":
         # Typer printed the help when it made the error, or left it in the words.
         typer.echo(words, nl=bool(words))

@@ -45,10 +45,10 @@ class Drawing(abc.ABC):
         """
         figure = _figure_module().Figure(figsize=self.inches, layout="constrained")
         self.fill(figure)
-        _write(figure, path)
+        write_figure(figure, path)
 
 
-def _write(figure: Any, path: str | pathlib.Path) -> None:
+def write_figure(figure: Any, path: str | pathlib.Path) -> None:
     """Writes a figure: what an `.svg` says is text, and the same each time."""
     from matplotlib import rc_context
 

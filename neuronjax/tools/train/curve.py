@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from neuronjax.tools.drawing import write_figure
 from neuronjax.tools.train.log import Record
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -51,11 +52,11 @@ def _columns(losses: Sequence[float], width: int) -> list[float]:
 
 
 def save_curve(records: Sequence[Record], file: str | Path) -> None:
-    """Writes the loss of each step, and of the scored text, as a png.
+    """Writes the loss of each step, and of the scored text, as a picture.
 
     Args:
         records: the steps.
-        file: its path.
+        file: its path, such as `loss.png` or `loss.svg`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -72,7 +73,7 @@ def save_curve(records: Sequence[Record], file: str | Path) -> None:
     axes.set(xlabel="step", ylabel="nats a byte", title="Loss")
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(file, dpi=120)
+    write_figure(figure, file)
 
 
 def require_matplotlib():
