@@ -93,7 +93,8 @@ row(
     "qkv_scale_shape",
     "weight_dequant_scale_qkv must have 1 or 128 rows of {qkv_columns} columns (ROW: "
     "one a column of W_qkv, STATIC: 3, for query, key and value), and "
-    "input_dequant_scale_qkv shape (1, 1) or (128, 1)",
+    "input_dequant_scale_qkv shape (1, 1) or (128, 1), got "
+    "{shapes[weight_dequant_scale_qkv]} and {shapes[input_dequant_scale_qkv]}",
     lambda c: (
         vars(c).setdefault(
             "qkv_columns", c.W_qkv.shape[1] if c.qkv_kind.name == "ROW" else 3
@@ -123,7 +124,8 @@ row(
 row(
     "out_scale_shape",
     "weight_dequant_scale_out must have shape (1, 1) or (128, 1), for ROW (1, H) or "
-    "(128, H), H = {H}, and input_dequant_scale_out (1, 1) or (128, 1)",
+    "(128, H), H = {H}, and input_dequant_scale_out (1, 1) or (128, 1), got "
+    "{shapes[weight_dequant_scale_out]} and {shapes[input_dequant_scale_out]}",
     lambda c: any(
         c.shapes[name] is not None and not repeats(c.shapes[name], columns)
         for name, columns in zip(

@@ -23,7 +23,7 @@ from neuronjax.primitives.attention_block_tkg.rows import (
     row,
     zeros,
 )
-from neuronjax.primitives.contracts import add
+from neuronjax.primitives.contracts import add, told
 from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.mesh_axes import bound_size
 from neuronjax.primitives.tile import PARTITIONS, MemrefTile
@@ -39,6 +39,14 @@ def differs(name: str, wanted: Callable[[SimpleNamespace], tuple]):
 
 
 add(*only_flags(*BOTH))
+
+
+def _odd_gains(c: SimpleNamespace) -> str:
+    shapes = {name: c.shapes[name] for name in GAINS}
+    odd = {name: x for name, x in shapes.items() if x not in (None, (1, c.D))}
+    return " and ".join(f"{name} of {shape}" for name, shape in odd.items())
+
+
 row(
     "arrays",
     "{absent}",
@@ -160,8 +168,8 @@ row(
 )
 row(
     "head_gain_shape",
-    "every W_Q and W_K of a QK norm must have shape (1, D) = (1, {D})",
-    lambda c: any(c.shapes[name] not in (None, (1, c.D)) for name in GAINS),
+    "every W_Q and W_K of a QK norm must have shape (1, D) = (1, {D}), got {odd_gains}",
+    told("odd_gains", _odd_gains),
     example=arguments(
         rmsnorm_QK_pre_rope_enabled=True, rmsnorm_QK_pre_rope_W_Q=zeros(4)
     ),

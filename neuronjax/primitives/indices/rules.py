@@ -72,6 +72,8 @@ def flatten_facts(call: SimpleNamespace) -> dict[str, Any]:
         offsets_shape=offsets,
         start=start,
         start_ok=start is None or ready,
+        start_given=f"{getattr(start, 'dtype', type(start).__name__)} of shape "
+        f"{np.shape(start)}",
         known=_known(start) if ready else None,
         whole=whole,
         positive=whole and call.f_len > 0 and call.output_len > 0,
@@ -257,7 +259,7 @@ _row(
 _row(
     _FLATTEN,
     "start",
-    "row_offsets_start must be [1] integer",
+    "row_offsets_start must be [1] integer, got {start_given}",
     lambda c: not c.start_ok,
     example=_flatten(row_offsets_start=np.zeros(2, np.int32)),
 )

@@ -132,6 +132,7 @@ def facts(function: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
             I=up[1] if len(up) == 2 else 0,
             ranked=len(hidden) >= 2 and len(up) == 2,
             kind=member(ActFnType, given("activation")),
+            kind_given=given("activation"),
             norm_kind=norm_of(given("norm")),
             norm_given=given("norm"),
             skip=bool(given("skip_gate")),

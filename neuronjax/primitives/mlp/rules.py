@@ -84,7 +84,7 @@ _row(
 )
 _row(
     "activation",
-    f"{{arg.activation}} must be one of {members(ActFnType)}",
+    f"{{arg.activation}} must be one of {members(ActFnType)}, got {{kind_given!r}}",
     lambda c: c.kind is None,
     example=arguments(activation="ReLU"),
     stage=1,
@@ -98,7 +98,8 @@ _row(
 )
 _row(
     "quantization",
-    f"quantization_type must be one of {members(QuantizationType)}",
+    f"quantization_type must be one of {members(QuantizationType)}, got "
+    "{quantization_type!r}",
     lambda c: member(QuantizationType, c.quantization_type) is None,
     functions=("mlp",),
     example=arguments(quantization_type="INT3"),
@@ -176,10 +177,10 @@ _row(
 )
 _row(
     "positive",
-    "{arg.hidden} and {arg.up_w} must hold no axis of size 0, got {shape.hidden} and "
+    "H of {arg.hidden} and no axis of {arg.up_w} may be 0, got {shape.hidden} and "
     "{shape.up_w}",
-    lambda c: 0 in c.shape.hidden or 0 in c.shape.up_w,
-    example=arguments(hidden=(1, 0, 8)),
+    lambda c: c.shape.hidden[-1] == 0 or 0 in c.shape.up_w,
+    example=arguments(hidden=(1, 2, 0)),
 )
 _row(
     "shapes",

@@ -8,7 +8,7 @@ import numpy as np
 
 from neuronjax.kernels.mx import layout
 from neuronjax.primitives import contracts
-from neuronjax.primitives.contracts import Contract, Size
+from neuronjax.primitives.contracts import Contract, Size, told
 from neuronjax.primitives.mx.formats import NAMES, format_of
 
 MATMUL, GATE_UP, DOWN = "mx_matmul", "gate_up_proj_mx", "down_proj_mx"
@@ -46,6 +46,7 @@ def facts(call: SimpleNamespace) -> dict[str, Any]:
     }
     found = dict(
         unknown=", ".join(unknown),
+        unknown_given=", ".join(repr(getattr(call, name)) for name in unknown),
         misfit="" if unknown else "; ".join(_misfits(call, packed)),
         unsized=call.function != MATMUL and len(sizes) < 3,
     )
@@ -179,7 +180,7 @@ def _misshapen(function: str) -> dict[str, Any]:
 _row(
     "product_format",
     ALL,
-    f"{{unknown}} must be one of {NAMES}",
+    f"{{unknown}} must be one of {NAMES}, got {{unknown_given}}",
     lambda c: c.unknown,
     example=_misnamed,
     stage=1,
@@ -187,7 +188,7 @@ _row(
 _row(
     "product_sizes",
     (GATE_UP, DOWN),
-    "H, I and BxS must be Python integers",
+    "H, I and BxS must be Python integers, got {H!r}, {I!r} and {BxS!r}",
     lambda c: c.unsized,
     example=arguments(BxS=None),
     stage=1,
@@ -248,17 +249,19 @@ _row(
 )
 
 
-def _narrow(call: SimpleNamespace) -> bool:
+def _narrow(call: SimpleNamespace) -> str:
+    """The dtype of what is added or multiplied in float32, where it is none for it."""
     x = call.inter if call.function == DOWN else call.bias
     dtype = getattr(x, "dtype", np.float32)
-    return not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+    return "" if wide else str(jnp.dtype(dtype))
 
 
 _row(
     "product_values",
     (GATE_UP, DOWN),
-    "bias and inter must be floating and at least 16 bits wide",
-    _narrow,
+    "bias and inter must be floating and at least 16 bits wide, got {narrow}",
+    told("narrow", _narrow),
     example=lambda function: arguments(
         **(
             dict(inter=np.zeros((128, 1, 2, 4), np.int8))

@@ -48,7 +48,10 @@ def matrix_facts(argument: str) -> Callable[[SimpleNamespace], dict[str, Any]]:
         found = dict(argument=argument, shape=shape, ranked=len(shape) == 2, P=p, F=f)
         dtype = getattr(x, "dtype", None)
         return found | dict(
-            floats=_is_float(x), dtype=dtype, kind=format_of(_named(call))
+            floats=_is_float(x),
+            dtype=dtype,
+            named=_named(call),
+            kind=format_of(_named(call)),
         )
 
     return read
@@ -74,6 +77,7 @@ def packed_facts(call: SimpleNamespace) -> dict[str, Any]:
         P=p,
         F=f,
         kind=kind,
+        named=call.x4_dtype,
         dtype=getattr(call.packed, "dtype", None),
         container="" if kind is None else kind.container,
         scale_shape=tuple(getattr(scale, "shape", ())),
@@ -130,7 +134,7 @@ _row(
 _row(
     "format",
     FORMATTED,
-    f"the packed dtype must be one of {NAMES}",
+    f"the packed dtype must be one of {NAMES}, got {{named!r}}",
     lambda c: c.kind is None,
     example=_either,
     stage=1,
@@ -138,7 +142,8 @@ _row(
 _row(
     "hardware_format",
     ("quantize_mx",),
-    "out_x4_dtype must have 8 bits: the chip quantizes to no float4",
+    "out_x4_dtype must have 8 bits: the chip quantizes to no float4, got "
+    "{out_x4_dtype}",
     lambda c: c.kind is not None and c.kind.bits != 8,
     example=_values(out_x4_dtype="float4_e2m1fn_x4"),
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from neuronjax.kernels.quantization.fp8 import E4M3FN, is_fp8
 from neuronjax.primitives import contracts
-from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.contracts import Contract, told
 from neuronjax.primitives.options import QuantizationType
 from neuronjax.primitives.output_projection.rules import (
     ALL,
@@ -48,6 +48,11 @@ def _odd_shapes(c: SimpleNamespace) -> bool:
         shape is not None and shape not in ((1, n), (PARTITIONS, n))
         for shape, n in zip(_shapes(c), columns, strict=True)
     )
+
+
+def _given_shapes(c: SimpleNamespace) -> str:
+    given = [shape for shape in _shapes(c) if shape is not None]
+    return " and ".join(map(str, given))
 
 
 def _missing(c: SimpleNamespace) -> bool:
@@ -123,8 +128,8 @@ _row(
     "scale_shape",
     ALL,
     "{scale_names[0]} must have shape (1, 1) or (128, 1), for ROW (1, H) or (128, H), "
-    "H = {H}, and {scale_names[1]} (1, 1) or (128, 1)",
-    _odd_shapes,
+    "H = {H}, and {scale_names[1]} (1, 1) or (128, 1), got {scale_shapes}",
+    lambda c: _odd_shapes(c) and told("scale_shapes", _given_shapes)(c),
     example=_quantized("ROW", weight_scale=np.ones((6,), np.float32)),
 )
 _row(

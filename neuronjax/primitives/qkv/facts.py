@@ -164,6 +164,7 @@ def _options(
         flag=getattr(call, names.get("flag", ""), None),
         layout=member(QKVOutputLayout, call.output_layout),
         norm=member(NormType, getattr(call, names["norm"])),
+        norm_given=getattr(call, names["norm"]),
         quantization=member(QuantizationType, call.quantization_type),
         weight_order=member(QKVWeightLayout, order),
         eps_given=getattr(call, names["eps"]),

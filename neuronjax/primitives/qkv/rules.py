@@ -80,7 +80,7 @@ _row(
 _row(
     "norm",
     ALL,
-    f"{{arg.norm}} must be one of {members(NormType)}",
+    f"{{arg.norm}} must be one of {members(NormType)}, got {{norm_given!r}}",
     lambda c: c.norm is None,
     example=arguments(norm="BATCH_NORM"),
     stage=1,
