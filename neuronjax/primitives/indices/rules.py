@@ -73,7 +73,7 @@ def flatten_facts(call: SimpleNamespace) -> dict[str, Any]:
         start=start,
         start_ok=start is None or ready,
         start_given=f"{getattr(start, 'dtype', type(start).__name__)} of shape "
-        f"{np.shape(start)}",
+        f"{_shape(start)}",
         known=_known(start) if ready else None,
         whole=whole,
         positive=whole and call.f_len > 0 and call.output_len > 0,
