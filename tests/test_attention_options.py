@@ -231,3 +231,16 @@ def test_float64_raises_no_infinity_with_any_option():
             ).items():
                 assert got.dtype == jnp.float64
                 assert error(got, wanted[label]) <= 1e-12, label
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    """It would be a NaN in every row."""
+    q, k, v = jnp.ones((2, 3, 4)), jnp.ones((2, 4, 5)), jnp.ones((2, 5, 6))
+    with pytest.raises(ValueError, match="attention_cte: scale must be a finite real"):
+        neuronjax.attention_cte(q, k, v, scale)
+    with pytest.raises(ValueError, match="attention_kernel: scale must be a finite"):
+        neuronjax.emit.attention_kernel(q, k, v, tp_q=True, scale=scale)
+    rows, lse = jnp.ones((1, 2, 4, 3)), jnp.ones((1, 2, 3, 1))
+    with pytest.raises(ValueError, match="attention_bwd: softmax_scale must be a fin"):
+        neuronjax.attention_bwd(*[rows] * 5, lse, softmax_scale=scale)
