@@ -129,6 +129,7 @@ def test_one_token_still_has_a_pace(folder):
         (("run", "{folder}", "x", "--lnc", 2, "--quant", "mxfp8"), "without --devices"),
         (("run", "{folder}/config.json", "x"), "expected a .gguf file or a folder"),
         (("trace", "nothing"), "nothing: expected smollm2, a .gguf file"),
+        (("trace", "smolm2"), "nothing is at that path; did you mean smollm2?"),
         (("trace", "{folder}/config.json"), "expected .gguf or a folder"),
     ],
 )

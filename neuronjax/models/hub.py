@@ -7,6 +7,7 @@ whatever index it is set up for are all that a first run needs. The cache is
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import os
 import re
@@ -71,9 +72,11 @@ def locate(model: str | os.PathLike[str]) -> Path:
         return path
     if path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(name):
         return _fetch_snapshot(name)
+    near = difflib.get_close_matches(name, PACKAGED, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise FileNotFoundError(
         f"{name}: expected {', '.join(PACKAGED)}, a .gguf file, a folder, or a hub id "
-        "such as org/name; nothing is at that path"
+        f"such as org/name; nothing is at that path{hint}"
     )
 
 

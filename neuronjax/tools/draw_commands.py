@@ -10,9 +10,7 @@ from neuronjax.tools.check_commands import ExampleDtype
 from neuronjax.tools.errors import one_line_errors
 
 draw = typer.Typer(
-    help="Draws what sees what in attention, what travels in a ring, what fills the "
-    "array in a convolution or a probe, how a tensor lies in tiles, and which macro "
-    "reads which.",
+    help="Draws masks, rings, convolutions, probes, tiles and the graph of macros.",
     no_args_is_help=True,
 )
 
