@@ -32,7 +32,8 @@ def join_pairs(
     """Writes pairs back to the rows that `split_pairs` took them from."""
     if interleaved:
         paired = jnp.stack([first, second], axis + 1)
-        return paired.reshape(*first.shape[:axis], -1, *first.shape[axis + 1 :])
+        both = 2 * first.shape[axis]
+        return paired.reshape(*first.shape[:axis], both, *first.shape[axis + 1 :])
     return jnp.concatenate([first, second], axis)
 
 

@@ -85,7 +85,7 @@ def _tokens(ops: Operands, opts: Options) -> jax.Array:
 def _blocks(ops: Operands, opts: Options) -> Blocks:
     acc, rows = sum_dtype(ops), ops.hidden.shape[0]
     token, expert = _tokens(ops, opts), ops.block_expert.reshape(-1)
-    table = ops.affinity.reshape(rows, -1).astype(acc)
+    table = ops.affinity.reshape(rows, ops.gate_up_w.shape[0]).astype(acc)
     affinity = table.at[token, expert[:, None]].get(mode="fill", fill_value=0)
 
     gate_up, down = _weights(ops, opts, expert, acc)

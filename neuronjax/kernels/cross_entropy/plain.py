@@ -60,7 +60,8 @@ def linear_cross_entropy_plain_bwd(
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: config.get(key) or 0 for key in ("smoothing", "part_of")}
+    smoothing, part_of = config.get("smoothing"), config.get("part_of")
+    return dict(smoothing=float(smoothing or 0), part_of=part_of or 0)
 
 
 def _logits(x, w):

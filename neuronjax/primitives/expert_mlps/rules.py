@@ -191,10 +191,10 @@ row(
 )
 row(
     "empty",
-    "no axis may have size 0, got T = {T}, H = {H}, I = {I}, E_L = {E_L}, E = {E} and "
-    "K = {K}",
-    lambda c: 0 in (c.T, c.H, c.I, c.E_L, c.E, c.K),
-    example=arguments(hidden=(0, 8), affinities=(0, 3), index=np.zeros((0, 2), int)),
+    "no axis but that of the tokens may have size 0, got H = {H}, I = {I}, "
+    "E_L = {E_L}, E = {E} and K = {K}",
+    lambda c: 0 in (c.H, c.I, c.E_L, c.E, c.K),
+    example=arguments(index=np.zeros((4, 0), int)),
 )
 row(
     "shapes",

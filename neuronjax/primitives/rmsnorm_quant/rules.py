@@ -251,9 +251,9 @@ _row(
 _row(
     "positive",
     ALL,
-    "{arg.hidden} must hold no axis of size 0, got {shape.hidden}",
-    lambda c: 0 in c.shape.hidden,
-    example=_arguments(hidden=(0, 8)),
+    "H of {arg.hidden} must be positive, got {shape.hidden}",
+    lambda c: c.shape.hidden[-1] == 0,
+    example=_arguments(hidden=(2, 0)),
 )
 _row(
     "lower_bound",

@@ -169,13 +169,6 @@ _row(
     example=_arguments(shape=(7, 1, 2, 3)),
 )
 _row(
-    "empty",
-    (PUBLIC,),
-    "batch, heads and seq of {x_name} must be positive, got {x_shape}",
-    lambda c: 0 in (c.batch, c.heads, c.seq),
-    example=_arguments(shape=(8, 1, 0, 3)),
-)
-_row(
     "tables",
     _HALF,
     "cos and sin must have shape {table_axes} = {table}, got {cos.shape} and "

@@ -251,9 +251,10 @@ _row(
 _row(
     "positive",
     ALL,
-    "x and w must hold no axis of size 0, got {x_shape} and {w_shape}",
-    lambda c: 0 in c.x_shape or 0 in c.w_shape,
-    example=_arguments(x=(0, 6)),
+    "no axis of x but that of the tokens and none of w may be 0, got {x_shape} and "
+    "{w_shape}",
+    lambda c: 0 in (c.width, c.w_width) or 0 in c.w_shape,
+    example=_arguments(x=(4, 0), w=(0, 5)),
 )
 _row(
     "one_dtype",
