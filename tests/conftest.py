@@ -1,5 +1,6 @@
 """Eight CPU devices, strict dtype promotion, and shape checks inside the kernels."""
 
+import gc
 import itertools
 import os
 from pathlib import Path
@@ -21,7 +22,7 @@ _TABLE = "test_transformations.py"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--table-every 4` runs every fourth cell of the transformation table.
 
-    A row has 28 cells, so with an odd number, or a few rows, each column is met.
+    A row has 32 cells, so with an odd number, or a few rows, each column is met.
     """
     parser.addoption("--table-every", type=int, default=1, metavar="N")
 
@@ -34,6 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     if skipped:
         config.hook.pytest_deselected(items=list(skipped))
         items[:] = [item for item in items if item not in skipped]
+
+
+def pytest_collection_finish() -> None:
+    """Python looks for cycles seldom, and never in what is imported and collected.
+
+    Tracing makes many small objects that live on; going through them all, again and
+    again, took a tenth of the tests' time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture(autouse=True)

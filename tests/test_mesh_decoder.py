@@ -101,10 +101,10 @@ def close(found, wanted, tolerance=2e-5):
 
 
 def after_prefill(model, tokens):
-    """What `decode` says of `tokens` after three prompts."""
+    """What `decode` says of `tokens` after three prompts, while it is traced."""
     prompts, lengths, slots = arguments()
-    _, cache = model.prefill(prompts, lengths, slots)
-    return model.decode(tokens, cache)
+    cache = jax.eval_shape(lambda: model.prefill(prompts, lengths, slots)[1])
+    return jax.eval_shape(model.decode, tokens, cache)
 
 
 @functools.cache

@@ -222,7 +222,8 @@ def test_greedy_generation_is_the_argmax_of_the_logits():
 
 def test_a_model_traces_to_macros():
     model = model_of("shared")
-    _, cache = model.prefill(TOKENS, jnp.array([4, 4], jnp.int32), 8)
+    lengths = jnp.array([4, 4], jnp.int32)
+    _, cache = jax.eval_shape(lambda: model.prefill(TOKENS, lengths, 8))
     whole = jax.make_jaxpr(lambda t: model(t))(TOKENS)
     step = jax.make_jaxpr(lambda t, c: model.decode(t, c))(TOKENS[:, :1], cache)
     for jaxpr, experts in ((whole, "BlockwiseMM"), (step, "ExpertMLPs")):

@@ -1,6 +1,7 @@
 """Quantized keys and values in fp8 caches: values, slots, and what stays untouched."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -324,7 +325,7 @@ def test_heads_split_over_a_mesh_with_their_scales_and_caches(
     if kind == "STATIC":
         arrays["qkv_in_scale"] = jnp.full((1, 1), 1 / 32, "float32")
     options |= dict(quantization_type=kind)
-    expected = neuronjax.qkv_cte(**arrays, **options)
+    expected = jax.jit(functools.partial(neuronjax.qkv_cte, **options))(**arrays)
     order = ["fused_qkv_weights", "bias"] + (["qkv_w_scale"] if kind == "ROW" else [])
     counts = (heads[0], heads[1], tensor)
     given = arrays | {k: shard_qkv_columns(arrays[k], *counts) for k in order}

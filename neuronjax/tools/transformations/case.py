@@ -1,5 +1,6 @@
 """One NAME as the transformation table sees it: a function of flat arrays."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from neuronjax.primitives import registry
-from neuronjax.primitives.macro import MacroFamily
+from neuronjax.primitives.bag import Bag, bag_of
+from neuronjax.primitives.macro import Example, MacroFamily
 from neuronjax.tools.trace import trace
 from neuronjax.tools.transformations.compare import is_float, loss
 
@@ -39,39 +41,23 @@ class MacroCase:
         self.label, self.name = label, label.split(" ")[0]
         self.dtype, self.batch = dtype, batch
         self.family = registry.family_of(label)
-        example = self.family.example(label, jnp.dtype(dtype), batch)
+        example = _example(self.family, label, dtype, batch)
         self.flat, self.tree = jax.tree.flatten(example.operands)
         self.config = dict(example.config)
         self.split, self.out_split = example.split, example.out_split
         self.grows = example.grows or example.split
-        self.axis, self.ranks = example.axis, ranks
+        self.axis, self.ranks, over = example.axis, ranks, None
         if self.axis is not None:
             self.mesh = mesh_of(ranks, kind, self.axis)
             self.flat = [self._placed(x, i) for i, x in enumerate(self.flat)]
+            specs = self.specs(self.split), self.specs(self.out_split)
+            over = self.mesh, *map(tuple, specs)
         assert len(self.split) == len(self.flat)
         self.floats = [i for i, x in enumerate(self.flat) if is_float(x)]
-
-    def macro(self, *flat: Any) -> tuple:
-        """Emits the macro."""
-        return self._on_ranks(self.family)(*flat)
-
-    def plain(self, *flat: Any) -> tuple:
-        """Runs the plain reference."""
-        return self._on_ranks(self.family.plain)(*flat)
-
-    def _on_ranks(self, fun: Callable) -> Callable:
-        def call(*flat):
-            operands = jax.tree.unflatten(self.tree, flat)
-            return tuple(fun(*operands, name=self.name, **self.config))
-
-        if self.axis is None:
-            return call
-        return jax.shard_map(
-            call,
-            mesh=self.mesh,
-            in_specs=tuple(self.specs(self.split)),
-            out_specs=tuple(self.specs(self.out_split)),
-        )
+        params = self.name, bag_of(self.config), self.tree, over
+        # The macro is a new function, which a context may change: it is traced again.
+        self.macro = _flat(self.family, *params)
+        self.plain = _shared_flat(self.family.plain, *params)
 
     def _placed(self, x: Any, i: int) -> jax.Array:
         """`x` on all devices of the mesh, whole; divided if the mesh is Explicit."""
@@ -90,31 +76,17 @@ class MacroCase:
 
     def both(self, fun: Callable, *flat: Any) -> tuple:
         """Outputs and gradients in one program."""
-        return jax.jit(lambda *flat: self._both(fun, flat))(*flat)
-
-    def _both(self, fun: Callable, flat: tuple) -> tuple:
-        if self.family.no_derivative is not None or not self.floats:
-            return tuple(fun(*flat)), ()
-        live = [flat[i] for i in self.floats]
-        gradient = jax.grad(loss(self.of_floats(fun, flat)), tuple(range(len(live))))
-        return tuple(fun(*flat)), gradient(*live)
+        derivative = self.family.no_derivative is None
+        return jax.jit(_both(fun, tuple(self.floats) if derivative else ()))(*flat)
 
     @property
     def wanted(self) -> tuple:
         """What the plain reference gives for the example: outputs and gradients."""
         return _wanted(self.family, self.label, self.dtype, self.batch, self.ranks)
 
-    def of_floats(self, fun: Callable, flat: Sequence[Any] | None = None) -> Callable:
+    def of_floats(self, fun: Callable) -> Callable:
         """`fun` as a function of its float operands alone."""
-        flat = self.flat if flat is None else flat
-
-        def call(*floats):
-            operands = list(flat)
-            for i, x in zip(self.floats, floats, strict=True):
-                operands[i] = x
-            return fun(*operands)
-
-        return call
+        return _of_floats(fun, self.floats, self.flat)
 
     @property
     def live(self) -> list[jax.Array]:
@@ -136,7 +108,66 @@ def spec_of(axis: int | None, mesh_axis: str = "data") -> P:
     return P() if axis is None else P(*[None] * axis, mesh_axis)
 
 
-@functools.cache
+def _flat(fun: Callable, name: str, config: Bag, tree: Any, over: Any) -> Callable:
+    """`fun` of flat operands, under `shard_map` `over` a mesh and its specs."""
+
+    def call(*flat):
+        operands = jax.tree.unflatten(tree, flat)
+        return tuple(fun(*operands, name=name, **dict(config)))
+
+    if over is None:
+        return call
+    mesh, in_specs, out_specs = over
+    return jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _of_floats(fun: Callable, floats: Sequence[int], flat: Sequence[Any]) -> Callable:
+    def call(*live):
+        operands = list(flat)
+        for i, x in zip(floats, live, strict=True):
+            operands[i] = x
+        return fun(*operands)
+
+    return call
+
+
+# One function for equal arguments is one compiled program for all cells of a NAME.
+_shared_flat = functools.lru_cache(maxsize=32)(_flat)
+
+
+@functools.lru_cache(maxsize=32)
+def _both(fun: Callable, floats: tuple[int, ...]) -> Callable:
+    """Outputs of `fun`, and gradients of its loss for the operands `floats`."""
+
+    def both(*flat):
+        if not floats:
+            return tuple(fun(*flat)), ()
+        live = [flat[i] for i in floats]
+        gradient = jax.grad(
+            loss(_of_floats(fun, floats, flat)), tuple(range(len(live)))
+        )
+        return tuple(fun(*flat)), gradient(*live)
+
+    return both
+
+
+@functools.lru_cache(maxsize=64)
+def _example(family: MacroFamily, label: str, dtype: str, batch: int) -> Example:
+    """The example, its operands drawn by one program; those of a user are given."""
+    make = functools.partial(family.example, label, jnp.dtype(dtype), batch)
+    if label not in registry.examples():
+        return make()
+    found: list[Example] = []
+
+    def operands():
+        found.append(make())
+        return found[-1].operands
+
+    drawn = jax.jit(operands)()
+    return dataclasses.replace(found[-1], operands=drawn)
+
+
+@functools.lru_cache(maxsize=64)
 def _wanted(family: MacroFamily, label: str, dtype: str, batch: int, ranks: int):
     """Keyed by the family too: a user's NAME may be registered again."""
     case = MacroCase(label, dtype, batch, ranks)

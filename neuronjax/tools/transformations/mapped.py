@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from neuronjax.tools.transformations.case import MacroCase
 from neuronjax.tools.transformations.compare import (
@@ -16,11 +16,15 @@ from neuronjax.tools.transformations.compare import (
 )
 
 
-def stacked(x: Any, size: int, axis: int = 0) -> jax.Array:
-    """`size` scaled copies of `x` along a new axis; of integers plain copies."""
-    if not is_float(x):
-        return jnp.stack([x] * size, axis)
-    return jnp.stack([x * (1 + i / 4) for i in range(size)], axis).astype(x.dtype)
+def stacked(x: Any, size: int, axis: int = 0) -> np.ndarray:
+    """`size` scaled copies of `x` along a new axis; of integers plain copies.
+
+    NumPy compiles no program for them.
+    """
+    x = np.asarray(x)
+    factors = [1 + i / 4 for i in range(size)]
+    copies = [x * factor for factor in factors] if is_float(x) else [x] * size
+    return np.stack(copies, axis).astype(x.dtype)
 
 
 def mapped(case: MacroCase, first: int | None, rest: int | None, size: int = 3) -> None:
@@ -38,7 +42,7 @@ def mapped(case: MacroCase, first: int | None, rest: int | None, size: int = 3) 
         case.reference(*each(lambda x, _, i=i: stacked(x, size)[i]))
         for i in range(size)
     ]
-    wanted = [jnp.stack(column) for column in zip(*outs, strict=True)]
+    wanted = [np.stack(column) for column in zip(*outs, strict=True)]
     require_close(list(jax.jit(batched)(*operands)), wanted)
     _require_one(case, batched, operands)
 
