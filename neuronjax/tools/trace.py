@@ -136,7 +136,8 @@ class Trace:
         """The table that `rich` prints."""
         from rich.table import Table  # a picture only: `import neuronjax` stays quick
 
-        table = Table(title=f"{sum(r.count for r in self.rows)} macros")
+        count = sum(row.count for row in self.rows)
+        table = Table(title=f"{count} macro{'s' * (count != 1)}")
         for column in ("NAME", "tiled", "leaf", "count", "operands", "config"):
             table.add_column(column, overflow="fold")
         table.add_column("MFLOP", justify="right")
