@@ -19,9 +19,13 @@ copyright = author
 release = metadata.version("neuronjax")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_fence_as_directive = ["math"]  # a fence that GitHub draws too
+myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks are stored with their outputs
 html_theme = "furo"
 html_title = "NeuronJAX"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 exclude_patterns = ["_build", "jupyter_execute"]
 default_role = "code"
 autodoc_typehints = "none"
@@ -46,6 +50,12 @@ def _markdown_to_rst(app, what, name, obj, options, lines):
     lines[:] = re.sub(r"\$([^$\n]+)\$", r":math:`\1`", text).splitlines()
 
 
+def _beside(app, docname, source):
+    """A page links to the notebooks as they lie in the repository: beside docs."""
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+
 def setup(app):
-    """Connects the conversion of docstrings."""
+    """Connects the conversions of docstrings and pages."""
     app.connect("autodoc-process-docstring", _markdown_to_rst)
+    app.connect("source-read", _beside)

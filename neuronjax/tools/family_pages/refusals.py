@@ -13,7 +13,7 @@ def prose(message: str) -> str:
     """The message of a contract as prose: fields show their expression."""
     parts = []
     for text, field, _, _ in string.Formatter().parse(message):
-        parts.append(text)
+        parts.append(text.replace("*", "\\*"))
         if field is not None:
             parts.append(f"*{field}*")
     return "".join(parts).replace("|", "\\|")
