@@ -156,3 +156,28 @@ def test_what_a_mesh_cannot_divide_is_refused():
         sharded_depthwise_conv1d(mesh, *drawn((2, 3, 1, 9), (3, 1, 1, 3)))
     with pytest.raises(ValueError, match="conv1d: stride"):
         sharded_conv1d(mesh, x, w, channels=None, stride=0)
+
+
+@pytest.mark.parametrize(
+    ("x", "filters", "bias", "words"),
+    [
+        ((None, "lnc"), (), (), "not C_in"),
+        ((), (None, "lnc"), (), "not C_in"),
+        ((), ("lnc",), (), "not the taps"),
+        ((None, None, "lnc"), (), (), "not L = 8 into 2 parts"),
+        ((), (), ("lnc",), "not a bias otherwise than C_out of the filters"),
+    ],
+)
+def test_what_an_explicit_mesh_cannot_type_is_refused_in_words(x, filters, bias, words):
+    mesh, specs = make_mesh(lnc=2, explicit=True), (P(*x), P(*filters), P(*bias))
+    arrays = placed(mesh, drawn((2, 4, 8), (2, 4, 6), (6,)), specs)
+    for run in (neuronjax.conv1d, jax.grad(loss(neuronjax.conv1d), (0, 1, 2))):
+        with pytest.raises(NotImplementedError, match=f"^Conv1D: .* {words}: reshard"):
+            jax.eval_shape(run, *arrays)
+
+
+def test_positions_divide_where_those_of_the_result_do():
+    mesh, arrays = make_mesh(lnc=2, explicit=True), drawn((2, 4, 8), (3, 4, 6), (6,))
+    given = placed(mesh, arrays, (P(None, None, "lnc"), P(), P()))
+    got, wanted = (jax.jit(neuronjax.conv1d)(*a) for a in (given, arrays))
+    assert error(got, wanted) < 1e-6

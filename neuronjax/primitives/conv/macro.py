@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from neuronjax.kernels.conv import conv1d, depthwise, plain
+from neuronjax.primitives.conv.divided import typed
 from neuronjax.primitives.macro import Example, MacroFamily
 
 CONV1D, CONV1D_BWD = "Conv1D", "Conv1DBwd"
@@ -91,7 +92,7 @@ conv1d_backward = MacroFamily(
 conv1d_family = MacroFamily(
     "conv1d",
     (CONV1D,),
-    conv1d.conv1d_fwd,
+    typed(conv1d.conv1d_fwd),
     plain=plain.conv1d_plain,
     outputs=_outputs,
     backward=_emit_backward,
