@@ -65,7 +65,7 @@ PACKED = functools.partial(emit.packed_cayman_pe_tp_kernel, DOUBLE, DOUBLE)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: PACKED(perf_mode=WORDS), "perf_mode must be .* got ndarray"),
+        (lambda: PACKED(perf_mode=WORDS), "perf_mode must be .* got an array"),
         (lambda: PACKED(target=WORDS), "target must be .* got ndarray"),
         (
             lambda: PACKED(lhs_free_and_double_row_shape=(2, 2)),
