@@ -91,8 +91,8 @@ def require_ready(config: TrainConfig, *, resume: bool) -> Text:
         require_run(config.out)
     elif steps := finished(config.out):
         raise ValueError(
-            f"{config.out}: has a checkpoint of step {steps[-1]}: resume it, or choose "
-            "another folder"
+            f"{config.out}: has a checkpoint of step {steps[-1]}: resume it with "
+            "--resume, or choose another folder with --out"
         )
     return text
 
