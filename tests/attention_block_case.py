@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import neuronjax
+from tests.arrays import array
 
 E4M3 = ml_dtypes.float8_e4m3
 STAGES = (
@@ -50,7 +51,7 @@ def operands(n, options, *, dtype="float32", seed=0, without=()):
         for kind in "QK":
             shapes[f"rmsnorm_QK_{side}_rope_W_{kind}"] = (1, n["D"])
     shapes |= _cache_shapes(n, options)
-    named = {k: jnp.asarray(rng.standard_normal(s), dtype) for k, s in shapes.items()}
+    named = {k: array(rng.standard_normal(s), dtype) for k, s in shapes.items()}
     if options.get("X_hidden_dim_actual"):
         named["X"] = named["X"].at[..., options["X_hidden_dim_actual"] :].set(0)
     named |= _integers(n, rng) | _scales(n, options, rng)

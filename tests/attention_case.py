@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import neuronjax
+from tests.arrays import array
 from tests.attention_equations import Attention, visible
 
 STATISTICS = ("out", "neg_max", "recip")
@@ -67,7 +68,7 @@ class Case:
         wide = "sink", "bias"  # float32 at least: the options of a call
         types = {n: jnp.float32 if n in wide and dtype != jnp.float64 else dtype
                  for n in arrays}  # fmt: skip
-        return {name: jnp.asarray(x, types[name]) for name, x in arrays.items()}
+        return {name: array(x, types[name]) for name, x in arrays.items()}
 
     def rest(self):
         """The operands without a gradient, by argument name."""

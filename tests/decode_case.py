@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import array
+
 # batch, query heads, key heads, new tokens, slots, width of keys, width of values
 SHAPES = [(2, 4, 2, 1, 12, 4, 4), (3, 3, 1, 3, 9, 6, 2), (2, 6, 2, 2, 5, 2, 3)]
 
@@ -15,7 +17,7 @@ def draw(shape, dtype=jnp.float32, seed=0):
     sizes = [(batch, heads, seq, d), (batch, kv_heads, seq, d)]
     sizes += [(batch, kv_heads, seq, dv), (batch, kv_heads, slots, d)]
     sizes += [(batch, kv_heads, slots, dv), (heads, 1)]
-    return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+    return [array(rng.normal(size=size), dtype) for size in sizes]
 
 
 def into_blocks(cache, table, num_blocks, fill=0.0):

@@ -15,6 +15,7 @@ import neuronjax
 from neuronjax import MemrefTile, emit
 from neuronjax.kernels.dtypes import is_differentiable
 from neuronjax.kernels.expert_mlps.operands import TILE_AXES
+from tests.arrays import array
 from tests.attention_block_case import operands, sizes
 
 
@@ -81,8 +82,7 @@ def _on_ranks(fun: Callable, operands: Mapping[str, Any], over: tuple) -> Callab
 
 def normal(*shape: int, dtype: Any = "float32") -> jax.Array:
     """Numbers that depend on the shape alone."""
-    values = np.random.default_rng(sum(shape)).normal(size=shape)
-    return jnp.asarray(values, dtype)
+    return array(np.random.default_rng(sum(shape)).normal(size=shape), dtype)
 
 
 def tile(axis: int, *shape: int) -> MemrefTile:

@@ -7,8 +7,9 @@ with key/value heads that neighbouring query heads share.
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+
+from tests.arrays import array
 
 STACKS = (
     "W_qkvs W_outs W_gates W_ups W_downs W_gamma_qkvs W_gamma_mlps".split()
@@ -38,14 +39,14 @@ def operands(z, *, dtype="float32", seed=0) -> dict[str, Any]:
 
     def normal(name, shape):
         scale = shape[1] ** -0.5 if name in STACKS[:5] else 1.0
-        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+        return array(scale * rng.standard_normal(shape), dtype)
 
     found: dict[str, Any] = {
         name: normal(name, shape) for name, shape in shapes.items()
     }
     angle = rng.uniform(-3, 3, (z["D"] // 2, z["B"], z["S"]))
     tables = dict(RoPE_cos=np.cos(angle), RoPE_sin=np.sin(angle))
-    return found | {name: jnp.asarray(x, dtype) for name, x in tables.items()}
+    return found | {name: array(x, dtype) for name, x in tables.items()}
 
 
 def columns(z, order) -> list[tuple[str, int]]:

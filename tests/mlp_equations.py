@@ -12,6 +12,7 @@ import neuronjax
 from neuronjax.emit import mlp_fused_add_kernel
 from neuronjax.primitives.mlp.facts import ARGUMENTS, LIMITS
 from neuronjax.primitives.options import NORM_CONFIG
+from tests.arrays import array
 
 EPS = 1e-3
 CLAMPS = dict(
@@ -83,7 +84,7 @@ def equations(call, residual=None):
 
 
 def draw(*shape, seed=0, dtype="float64"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return array(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def call_of(combination, lead=(2, 3), d_model=12, d_ff=7, dtype="float64"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import neuronjax
+from tests.arrays import array
 from tests.moe_equations import FLOATS, PRE, live_slots, most_blocks, slots_of
 
 FOLDER = pathlib.Path(__file__).parent / "cases"
@@ -93,7 +94,7 @@ class Case:
             routed[t, [e for e in row if 0 <= e < E]] = True
         arrays["expert_affinities_masked"] *= routed.reshape(-1, 1)
         arrays["hidden_states"][self.tokens :] = 0
-        return {n: jnp.asarray(x, dtype) for n, x in arrays.items()}
+        return {n: array(x, dtype) for n, x in arrays.items()}
 
     def call(self, floats, rest, **options):
         """`moe_cte` of these operands."""
@@ -117,7 +118,7 @@ class Case:
         blocks = self.count
         shapes = (self.rows, self.width), (blocks, 2, self.inner, self.block)
         shapes += ((blocks, self.block, self.width),)
-        return tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+        return tuple(array(rng.normal(size=s), dtype) for s in shapes)
 
     def filled(self, rest, cotangents):
         """The cotangents with zeros where a slot is empty."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from neuronjax import moe_tkg
+from tests.arrays import array
 from tests.moe_equations import act
 from tests.mx_equations import packed_weight, rounded_rows, saturated_rows
 
@@ -52,7 +53,7 @@ def call(tokens=5, width=8, d_ff=6, local=4, experts=4, k=2, seed=0, **options) 
         expert_down_bias=(local, width),
     )
     found: Case = {
-        key: jnp.asarray(rng.normal(size=shape) / 2, jnp.float32)
+        key: array(rng.normal(size=shape) / 2, jnp.float32)
         for key, shape in shapes.items()
     }
     index = rng.integers(0, experts, (tokens, k)).astype(np.int32)

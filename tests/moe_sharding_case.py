@@ -14,6 +14,7 @@ from neuronjax.primitives.blockwise_mm.spec import (
 )
 from neuronjax.sharding.mesh import make_mesh
 from neuronjax.sharding.moe import sharded_moe_cte
+from tests.arrays import array
 
 SHARDS = ("block", "intermediate", "hidden")
 SWISH = dict(
@@ -74,7 +75,7 @@ def operands(
     if biases:
         floats["gate_and_up_proj_bias"] = 0.3 * draw((EXPERTS, 2, d_ff))
         floats["down_proj_bias"] = 0.3 * draw((EXPERTS, d_model))
-    arrays = {name: jnp.asarray(x, dtype) for name, x in floats.items()}
+    arrays = {name: array(x, dtype) for name, x in floats.items()}
     ids = dict(token_position_to_id=slots, block_to_expert=experts)
     return arrays | {name: jnp.asarray(x) for name, x in ids.items()}
 

@@ -1,17 +1,17 @@
 """The products of the matmul probes as their equations have them, in float64 NumPy."""
 
-import jax
 import numpy as np
 
 from neuronjax import emit
+from tests.arrays import array
 
 EMITTERS = dict(row=emit.row_tiled_mm_kernel, column=emit.column_tiled_mm_kernel)
 NAMES = dict(row="RowTiledMM", column="ColumnTiledMM", packed="CaymanPackedPETranspose")
 
 
 def drawn(seed, *shapes, dtype="float32"):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+    rng = np.random.default_rng(seed)
+    return [array(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 def products(stationary, moving, psum=None, transpose=False):

@@ -1,12 +1,12 @@
 """Operands, options and the float64 reference of the tests of QKV."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import neuronjax
 from neuronjax import MemrefTile
 from neuronjax.primitives import registry
+from tests.arrays import array
 
 FAMILY = registry.resolve_family("QKV")
 # The order of the macro's operands.
@@ -33,9 +33,7 @@ def operands(shape=(2, 3, 6), heads=(2, 1, 4), dtype="float32", scale=1.0, seed=
         cos_cache=(batch, seq, heads[2]),
         sin_cache=(batch, seq, heads[2]),
     )
-    return {
-        k: jnp.asarray(scale * rng.standard_normal(s), dtype) for k, s in shapes.items()
-    }
+    return {k: array(scale * rng.standard_normal(s), dtype) for k, s in shapes.items()}
 
 
 def call(x, heads, norm="RMS_NORM", layout="BSD", add=True, rope=True, eps=1e-6):

@@ -8,12 +8,12 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from neuronjax.primitives.collectives import macro, names
+from tests.arrays import array
 from tests.hlo import Program
 
 DEVICES = (1, 2, 3, 5, 8)
@@ -112,7 +112,7 @@ class Call(NamedTuple):
         drawn = []
         for i, shape in enumerate(shapes(self.name, size, self.sizes)):
             x = rng.standard_normal((devices, *shape))
-            drawn.append(jnp.asarray(np.rint(3 * x) if whole else x, self.dtypes[i]))
+            drawn.append(array(np.rint(3 * x) if whole else x, self.dtypes[i]))
         return drawn
 
 

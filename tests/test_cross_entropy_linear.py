@@ -238,6 +238,6 @@ def test_a_large_gradient_is_summed_by_parts(monkeypatch, vocab, reduction):
     _, dx, dw = linear_loss_and_gradients(x, w, TARGETS, **options)
     for got, wanted in zip(jax.jit(grad)(x, w), (dx, dw), strict=True):
         np.testing.assert_allclose(got, wanted, 2e-5, 5e-6)
-    mapped = jax.vmap(grad, (None, 0))(x, np.stack([w, 2 * w]))[1]
+    mapped = jax.jit(jax.vmap(grad, (None, 0)))(x, np.stack([w, 2 * w]))[1]
     np.testing.assert_allclose(mapped[0], dw, 2e-5, 5e-6)
-    check_grads(loss, (x, w), 2, atol=2e-2, rtol=2e-2)
+    check_grads(jax.jit(loss), (x, w), 2, atol=2e-2, rtol=2e-2)

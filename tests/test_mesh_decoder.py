@@ -100,6 +100,14 @@ def close(found, wanted, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+def prefilled(decoder, seq, slots):
+    """The cache after one prompt of `seq` tokens."""
+    graph, state = nnx.split(decoder)
+    prompt = jnp.ones((1, seq), jnp.int32), jnp.array([seq], jnp.int32)
+    run = jax.jit(lambda s, *a: nnx.merge(graph, s).prefill(*a, slots))
+    return run(state, *prompt)[1]
+
+
 def after_prefill(model, tokens):
     """What `decode` says of `tokens` after three prompts, while it is traced."""
     prompts, lengths, slots = arguments()
@@ -209,7 +217,7 @@ def test_a_full_cache_keeps_its_slots():
     decoder = decoder_of("three", 3)
     graph, state = nnx.split(decoder)
     token = jnp.ones((1, 1), jnp.int32)
-    _, cache = decoder.prefill(jnp.ones((1, 4), jnp.int32), jnp.array([4]), 4)
+    cache = prefilled(decoder, 4, slots=4)
     step = jax.jit(lambda s, t, c: nnx.merge(graph, s).decode(t, c))
     _, after = step(state, token, cache)
     jax.tree.map(np.testing.assert_array_equal, after.layers, cache.layers)
@@ -218,7 +226,7 @@ def test_a_full_cache_keeps_its_slots():
 def test_a_cache_is_donated():
     decoder = decoder_of("three", 3, 2)
     graph, state = nnx.split(decoder)
-    _, cache = decoder.prefill(jnp.ones((1, 4), jnp.int32), jnp.array([4]), 8)
+    cache = prefilled(decoder, 4, slots=8)
     step = jax.jit(lambda s, t, c: nnx.merge(graph, s).decode(t, c), donate_argnums=2)
     _, new = step(state, jnp.ones((1, 1), jnp.int32), cache)
     assert all(x.is_deleted() for x in jax.tree.leaves(cache.layers))

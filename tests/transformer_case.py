@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import neuronjax
 from neuronjax.sharding.mesh import make_mesh
+from tests.arrays import array
 
 E4M3 = ml_dtypes.float8_e4m3
 PER_LAYER = (
@@ -73,15 +74,15 @@ def operands(z, *, dtype="float32", seed=0, eps=1e-6) -> dict[str, Any]:
 
     def normal(shape):
         scale = shape[0] ** -0.5 if len(shape) == 2 else 1.0
-        return jnp.asarray(scale * rng.standard_normal(shape), dtype)
+        return array(scale * rng.standard_normal(shape), dtype)
 
     found: dict[str, Any] = {
         k: [normal(s) for _ in range(z["L"])] for k, s in shapes.items()
     }
     found["X"] = normal((z["B"], z["S"], z["H"]))
     angle = rng.uniform(-3, 3, (z["D"] // 2, z["B"], z["S"]))
-    found |= dict(RoPE_cos=jnp.asarray(np.cos(angle), dtype))
-    found |= dict(RoPE_sin=jnp.asarray(np.sin(angle), dtype))
+    found |= dict(RoPE_cos=array(np.cos(angle), dtype))
+    found |= dict(RoPE_sin=array(np.sin(angle), dtype))
     mask = rng.integers(0, 2, (z["ctx"], z["B"], heads, z["S"]))
     mask[-z["S"] :] = np.tri(z["S"], dtype=int).T[:, None, None]
     start = rng.integers(0, z["slots"] - z["S"] + 1, (z["B"], 1))
@@ -104,7 +105,7 @@ def _quantized(found, z, rng):
             weights[i] = (16 * weights[i].astype(jnp.float32)).astype(E4M3)
             row = rng.uniform(0.03, 0.09, (1, weights[i].shape[1]))
             row = np.repeat(row, 128, 0)
-            scales[f"{name[:-1]}_scales"][i] = jnp.asarray(row, jnp.float32)
+            scales[f"{name[:-1]}_scales"][i] = array(row, jnp.float32)
     return lists | scales
 
 
