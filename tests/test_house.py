@@ -101,6 +101,18 @@ def test_ci_builds_the_wheel_and_the_pages_by_contributings_words():
         assert phase in ci
 
 
+def test_each_word_by_which_ci_finds_a_command_finds_one():
+    ci = (ROOT / ".ci" / "run").read_text()
+    words = re.findall(r"words_of (\S+\.md) '(.+?)'", ci)
+    (several,) = re.findall(r"for word in (.+); do\n +words_of (\S+\.md)", ci)
+    words += [(several[1], word) for word in shlex.split(several[0])]
+    assert len(words) == 10
+    for page, word in words:
+        text = (ROOT / page).read_text()
+        found = re.findall(rf"^(?:python3? -m |\.venv).*{word}", text, re.M)
+        assert len(found) == 1, (page, word, found)
+
+
 def _shown_commands() -> list[str]:
     """Every `neuronjax ...` line in a shell block of a page."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
