@@ -301,6 +301,14 @@ _row(
     tag="hw",
 )
 _row(
+    "chip_cores",
+    (PREFILL,),
+    "the chip's two cores share an even H for weight, got {weight_shape}",
+    size=Size("H", lambda c: c.H, multiple=2, minimum=2),
+    example=given_arguments(weight=(8, 5)),
+    tag="hw",
+)
+_row(
     "chip_transposed",
     (DECODE,),
     "the chip's transposed output takes N*H up to 163840, 81920 in float32, got "

@@ -94,3 +94,15 @@ _row(
     tag="hw",
     stage=3,
 )
+add(
+    Contract(
+        "qkv.mx_chip_tokens",
+        ("qkv", "qkv_cte"),
+        "{function}: the chip's two cores share an even S of {arg.x} for MX, got "
+        "{shape.x}",
+        lambda c: c.is_mx and c.prefill and isinstance(c.S, int) and c.S % 2 != 0,
+        example=_blocks(x=jax.ShapeDtypeStruct((1, 131, TILE), jnp.float32)),
+        tag="hw",
+        stage=3,
+    )
+)
