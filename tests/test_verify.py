@@ -16,7 +16,9 @@ from neuronjax.tools.cli import app
 from neuronjax.tools.verify import comparison
 from neuronjax.tools.verify.functions import FUNCTIONS, labels_of
 from neuronjax.tools.verify.operands import example_of
+from neuronjax.tools.verify.settings import require_known
 from neuronjax.tools.verify.verification import verify_example
+from tests.emitter_calls import CALLS
 
 
 def normal(*shape, dtype="float32", seed=0):
@@ -290,8 +292,8 @@ def test_a_registered_kernel_of_a_users_own_is_a_name_like_others():
     assert check(3) and not check(2)
 
 
-def test_an_unknown_setting_of_a_name_is_one_clear_error_or_a_note():
-    """A user's kernel names its settings; macros of the catalog carry hints."""
+def test_an_unknown_setting_of_a_name_is_one_clear_error():
+    """A user's kernel names its settings; macros of the catalog carry hints too."""
 
     def power(x, *, power=2):
         return x**power
@@ -309,8 +311,23 @@ def test_an_unknown_setting_of_a_name_is_one_clear_error_or_a_note():
     with pytest.raises(ValueError, match="has no example"):
         neuronjax.verify("VerifiedAlone")
     assert neuronjax.verify("VerifiedPower", power=3).notes == ()
-    (note,) = neuronjax.verify("CumSum", bogus=1).notes
-    assert "carries bogus as a hint" in note
+    assert neuronjax.verify("CumSum", num_tiles=1).notes == ()
+    with pytest.raises(ValueError, match="CumSum has neither .* hint 'bogus'; hints"):
+        neuronjax.verify("CumSum", bogus=1)
+    for args in ((), tuple(normal(4, 4) for _ in range(4))):
+        with pytest.raises(ValueError, match="MLP has .* 'activaton'; .*: activation"):
+            neuronjax.verify("MLP", *args, activaton="SiLU")
+    with pytest.raises(ValueError, match="CumSum has neither .* 'bogus'"):
+        neuronjax.verify(jnp.cumsum, normal(4), against="CumSum", bogus=1)
+
+
+@pytest.mark.parametrize("label", CALLS)
+def test_every_setting_that_an_emitter_writes_is_known(label):
+    call = CALLS[label]
+    rows = neuronjax.trace(call.fun, *call.arrays).rows
+    for row in rows:
+        require_known(row.name, dict(row.config))
+    assert rows
 
 
 def test_an_example_without_random_numbers_has_no_other_seed():

@@ -11,6 +11,7 @@ from typing import Any
 from neuronjax.primitives.contracts import Contract, told
 
 HINTS = ("num_stages", "num_tiles", "fuse_batches")
+_OF: dict[str, tuple[str, ...]] = {}
 
 
 def only_hints(
@@ -25,7 +26,7 @@ def only_hints(
         example: its arguments that keep the rules, by its name.
         more: hints of its own, beside `HINTS`.
     """
-    names = (*HINTS, *more)
+    names = _OF[emitter] = (*HINTS, *more)
 
     def odd(call: SimpleNamespace) -> str:
         return ", ".join(repr(name) for name in call.hints if name not in names)
@@ -39,3 +40,10 @@ def only_hints(
         example=lambda function: {**example(function), "activaton": "SiLU"},
         stage=-1,
     )
+
+
+def hints_of(emitter: str) -> tuple[str, ...]:
+    """The hints that an emitter takes; those of all where no emitter is named."""
+    if emitter:
+        return _OF.get(emitter, ())
+    return tuple(dict.fromkeys(name for names in _OF.values() for name in names))

@@ -1,9 +1,6 @@
 """What is compared: a function, a macro, or a macro's plain equations."""
 
-import contextlib
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,28 +138,6 @@ def _missing(family: MacroFamily, label: str, error: TypeError) -> ValueError:
     operands = f"{count} operand{'s' * (count != 1)} (None for an absent one)"
     settings = f"settings such as {config}" if config else "no settings"
     return ValueError(f"verify: {label} takes {operands} and {settings}: {words}")
-
-
-def hints_note(label: Any, config: dict[str, Any]) -> str:
-    """Which settings no form of NAME is known to have; empty if there are none."""
-    if not isinstance(label, str) or not config:
-        return ""
-    family, name = registry.family_of(label), name_of(label)
-    known = {"name"}
-    for fun in (family.leaf, family.plain):
-        parameters = inspect.signature(fun).parameters.values()
-        known |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    for form in (name, *family.variants):
-        with contextlib.suppress(ValueError, TypeError):
-            jax.eval_shape(functools.partial(_keys, family, form, known))
-    hints = ", ".join(sorted(set(config) - known))
-    if not hints:
-        return ""
-    return f"{name} carries {hints} as a hint: no example of it has such a setting"
-
-
-def _keys(family: MacroFamily, label: str, known: set[str]) -> None:
-    known.update(family.example(label, jnp.dtype("float32"), 2).config)
 
 
 def split(call: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,10 +16,10 @@ from neuronjax.primitives.macro import Example, MacroFamily
 from neuronjax.tools.verify.comparison import Comparison, compare
 from neuronjax.tools.verify.operands import example_of, on_ranks, settings_of
 from neuronjax.tools.verify.report import Verification
+from neuronjax.tools.verify.settings import require_known
 from neuronjax.tools.verify.sides import (
     Side,
     function,
-    hints_note,
     is_tile,
     macro,
     name_of,
@@ -62,9 +62,8 @@ def verify(
             reference are replaced by their plain equations.
         partition_axis: the axis of a result that is laid on the 128 partitions, for the
             tile that a report names; those of a tile are its own.
-        **config: settings. A NAME takes all of them; a function those that its
-            signature has. A macro carries names that it does not know as hints: the
-            report notes them.
+        **config: settings. A NAME takes all of them, and the hints of its emitter; a
+            function those that its signature has.
 
     Returns:
         A report, true if every output passes. Per output: the worst element with its
@@ -92,6 +91,9 @@ def verify(
     if settings().plain:
         raise ValueError("verify: no macro runs inside neuronjax.plain(): leave it")
     _require_concrete(args)
+    for label in (f, against):
+        if isinstance(label, str):
+            require_known(label, config)
     if isinstance(f, str) and not args:
         family = registry.family_of(f)
         example = example_of(family, f, "float32", 2, 0)
@@ -103,9 +105,7 @@ def verify(
     unknown = sorted(set(config) - _taken(f, against, config))
     if unknown:
         raise ValueError(f"verify: {side.name} has no setting {', '.join(unknown)}")
-    report = _compared(side, reference, args, partition_axis)
-    told = [hints_note(label, config) for label in (f, against)]
-    return _with_notes(report, *told)
+    return _compared(side, reference, args, partition_axis)
 
 
 def verify_example(
@@ -145,13 +145,7 @@ def _verify_example(
         require_settings(family, label, reference, example.operands)
     else:
         reference = reference_of(label, side, example.operands, against, bag)
-    report = _compared(side, reference, example.operands, -1)
-    return _with_notes(report, hints_note(label, config))
-
-
-def _with_notes(report: Verification, *notes: str) -> Verification:
-    more = tuple(dict.fromkeys(filter(None, notes)))
-    return dataclasses.replace(report, notes=report.notes + more)
+    return _compared(side, reference, example.operands, -1)
 
 
 def _taken(f: Any, against: Any, config: dict[str, Any]) -> set[str]:
