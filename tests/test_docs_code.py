@@ -1,6 +1,8 @@
 """The code of the documentation's pages runs, each page in one namespace."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +16,8 @@ _BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?```python\n(.*?)```", re.S)
 NOT_RUN = {
     "looking.md": ["needs a notebook"],
     "many_hosts.md": ["waits for a second host", "fetches weights"],
+    # tests/test_export_tool_reader.py runs it for another platform.
+    "on_trainium.md": ["needs the platform neuron"],
     "quantization.md": ["fetches weights"],
 }
 
@@ -32,7 +36,13 @@ def test_what_is_not_run_is_listed():
     assert {page: reasons for page, reasons in marked.items() if reasons} == NOT_RUN
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+# JAX looks once in a process for its cache on disk.
+OWN_PROCESS = ("compilation_cache.md",)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page) and page not in OWN_PROCESS]
+)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
@@ -43,3 +53,40 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
                 # Lines as in the page, for the traceback.
                 source = "\n" * line + code
                 exec(compile(source, str(DOCS / page), "exec"), namespace)
+
+
+def test_a_program_of_macros_is_read_back_from_the_cache(tmp_path):
+    ((_, _, code),) = blocks("compilation_cache.md")
+    listen = (
+        "import jax\nhits = []\n"
+        "jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))\n"
+    )
+    told = "print(hits.count('/jax/compilation_cache/cache_hits'))\n"
+    check = "assert (first == second).all()\n"
+    command = [sys.executable, "-c", listen + code + told + check]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert int(done.stdout) >= 1
+    assert any("rms_norm" in path.name for path in (tmp_path / "jax_cache").iterdir())
+
+
+def _links(page):
+    """The files of the repository that a page links to, without their anchors."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?:|#", link):
+            yield link.partition("#")[0]
+
+
+def test_every_link_between_pages_leads_to_a_file():
+    """As GitHub follows it: from the page, to a file of the repository."""
+    pages = [DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"]
+    pages += [page for page in DOCS.rglob("*.md") if "_build" not in page.parts]
+    lost = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in _links(page)
+        if not (page.parent / link).is_file()
+    ]
+    assert not lost
