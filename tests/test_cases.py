@@ -36,7 +36,7 @@ def _cases():
 def _arrays(folder, case, which):
     with np.load(folder / case.get("file", f"{case['name']}.npz")) as stored:
         return {
-            name: jnp.asarray(stored[entry["array"]])
+            name: jax.device_put(stored[entry["array"]])
             for name, entry in given(case[which]).items()
         }
 

@@ -106,8 +106,12 @@ def test_routed_blocks_give_the_sum_over_each_tokens_experts(routing, masked):
     compare(got[0], wanted, 1e-5)
 
 
+_SIZES = ("num_experts", "block_size", "num_blocks", "skip_token")
+_routed = jax.jit(neuronjax.route_to_blocks, static_argnames=_SIZES)
+
+
 def _route(case, index, mask):
-    return neuronjax.route_to_blocks(
+    return _routed(
         jnp.asarray(index),
         case.experts,
         case.block,
