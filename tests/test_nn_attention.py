@@ -21,7 +21,10 @@ OPTIONS = {
     "window and sink": dict(sliding_window=2, sink=True),
     "sink": dict(sink=True),
 }
-CAPPED = OPTIONS | {"cap": dict(logits_soft_cap=0.5, sliding_window=3)}
+CAPPED = {
+    "window and sink": dict(sliding_window=2, sink=True),
+    "cap": dict(logits_soft_cap=0.5),
+}
 
 
 def layer_of(**options):
