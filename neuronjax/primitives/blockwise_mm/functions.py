@@ -71,9 +71,9 @@ def moe_cte(
       u = \mathrm{clamp}(x W_u s_u + b_u), \quad
       y = (\mathrm{act}(g) \cdot u)\, W_d s_d + b_d$$
 
-    $$\mathrm{out}_t = \sum_{s:\, t(s) = t} a_{t,\, e(s)}\, y_s \quad
-      (\text{POST\_SCALE}; \text{ PRE\_SCALE puts } a x \text{ for } x, \text{ NO\_SCALE
-      leaves } a \text{ out})$$
+    $$\mathrm{out}_t = \sum_{s:\, t(s) = t} a_{t,\, e(s)}\, y_s$$
+
+    That is `POST_SCALE`; `PRE_SCALE` puts $a x$ for $x$, and `NO_SCALE` leaves $a$ out.
 
     A slot without a token reads a zero row, adds nothing and has no gradient, whatever
     the padding row holds. Blocks without one are not visited. The order of blocks and
