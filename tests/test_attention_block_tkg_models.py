@@ -109,6 +109,8 @@ def test_ranks_need_their_axis():
         ValueError, match="the name of the mesh axis .* \\[\\[0, 1\\]\\]"
     ):
         call(arrays, dict(KVDP=2, KVDP_replica_group=[[0, 1]]))
+    with pytest.raises(ValueError, match="devices as KVDP = 1, got 'ranks' of size"):
+        call(operands(n, {}), dict(KVDP_replica_group="ranks"))
 
 
 def test_can_reports_the_chip_s_limits_and_the_call_runs():

@@ -62,6 +62,8 @@ def _outputs(outs, inputs, options):
 
 @adapter("attention_block_tkg")
 def attention_block_tkg(inputs, options):
+    if options.get("KVDP") in (None, 1):
+        options = {k: x for k, x in options.items() if k != "KVDP_replica_group"}
     given = _arguments(inputs, options)
     return _outputs(neuronjax.attention_block_tkg(**given), inputs, options)
 

@@ -111,7 +111,10 @@ row(
     "KVDP > 1 needs KVDP_replica_group, the name of the mesh axis whose devices are "
     "the ranks: call inside its shard_map, with as many devices as KVDP = {KVDP}, got "
     "{KVDP_replica_group!r} of size {group_size}",
-    lambda c: c.group > 1 and c.group_size != c.group,
+    # One that is given for KVDP = 1 would be ignored.
+    lambda c: (
+        (c.group > 1 or c.KVDP_replica_group is not None) and c.group_size != c.group
+    ),
     example=arguments(X=zeros(2, 1, 8), KVDP=2, cos=None, KVDP_replica_group=None),
     stage=1,
 )
