@@ -19,6 +19,7 @@ from neuronjax.kernels.llama3_transformer.stack import (
     llama3_transformer_bwd,
     llama3_transformer_fwd,
 )
+from neuronjax.primitives.llama3_transformer.example import operand_shapes
 from neuronjax.primitives.macro import Example, MacroFamily
 
 NAME, BACKWARD = "Llama3Transformer", "Llama3TransformerBwd"
@@ -51,19 +52,8 @@ _SPLIT = (0, *[None] * 7, 1, 1)
 
 
 def _example(name: str, dtype: Any, batch: int) -> Example:
-    """Two layers, two positions, two query heads of 2 that share a key/value head."""
-    shapes = Operands(
-        x=(batch, 2, 3),
-        w_qkv=(2, 3, 8),
-        w_out=(2, 4, 3),
-        w_gate=(2, 3, 2),
-        w_up=(2, 3, 2),
-        w_down=(2, 2, 3),
-        gamma_qkv=(2, 1, 3),
-        gamma_mlp=(2, 1, 3),
-        cos=(1, batch, 2),
-        sin=(1, batch, 2),
-    )
+    """Two layers of heads of 2."""
+    shapes = operand_shapes(batch, layers=2, d_model=3, head_dim=2, d_ff=2)
     keys = jax.random.split(jax.random.key(2), len(shapes))
     o = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
     # Weights of half that size: two layers would magnify what bfloat16 rounds.

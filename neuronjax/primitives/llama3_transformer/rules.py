@@ -12,6 +12,7 @@ from neuronjax.primitives.contracts import Contract, told
 from neuronjax.primitives.hints import only_hints
 from neuronjax.primitives.kinds import is_flag, is_number
 from neuronjax.primitives.llama3_transformer.chip import refused_on_chip
+from neuronjax.primitives.llama3_transformer.example import operand_shapes
 from neuronjax.primitives.llama3_transformer.facts import (
     BOTH,
     EMITTER,
@@ -20,18 +21,14 @@ from neuronjax.primitives.llama3_transformer.facts import (
     odd_axis,
 )
 
-# One layer, two query heads of 4 that share a key/value head, H = 8 and I = 6.
+# By argument, in the order of `Operands`: one layer of heads of 4.
 _SHAPES: dict[str, tuple[int, ...]] = dict(
-    X=(1, 2, 8),
-    W_qkvs=(1, 8, 16),
-    W_outs=(1, 8, 8),
-    W_gates=(1, 8, 6),
-    W_ups=(1, 8, 6),
-    W_downs=(1, 6, 8),
-    W_gamma_qkvs=(1, 1, 8),
-    W_gamma_mlps=(1, 1, 8),
-    RoPE_cos=(2, 1, 2),
-    RoPE_sin=(2, 1, 2),
+    zip(
+        "X W_qkvs W_outs W_gates W_ups W_downs W_gamma_qkvs W_gamma_mlps RoPE_cos "
+        "RoPE_sin".split(),
+        operand_shapes(1, layers=1, d_model=8, head_dim=4, d_ff=6),
+        strict=True,
+    )
 )
 
 
