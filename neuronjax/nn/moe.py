@@ -35,7 +35,14 @@ from neuronjax.sharding.expert_parallel import expert_parallel_moe
 from neuronjax.sharding.mesh import require_axes
 
 
-def _require(sizes, experts_per_token, shared_d_ff, block_size) -> None:
+def _require_settings(act_fn, activation, norm_eps, checkpoint) -> None:
+    require_option("MoE", "act_fn", act_fn, RouterActFnType)
+    require_option("MoE", "activation", activation, ActFnType)
+    require_from_zero("MoE", norm_eps=norm_eps)
+    require_word("MoE", "checkpoint", checkpoint, ("store", "recompute"))
+
+
+def _require_sizes(sizes, experts_per_token, shared_d_ff, block_size) -> None:
     require_sizes("MoE", **sizes, experts_per_token=experts_per_token)
     chosen = dict(experts_per_token=experts_per_token)
     require_at_most("MoE", chosen, "num_experts", sizes["num_experts"])
@@ -125,11 +132,8 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         sizes = dict(d_model=d_model, d_ff=d_ff, num_experts=num_experts)
-        _require(sizes, experts_per_token, shared_d_ff, block_size)
-        require_option("MoE", "act_fn", act_fn, RouterActFnType)
-        require_option("MoE", "activation", activation, ActFnType)
-        require_from_zero("MoE", norm_eps=norm_eps)
-        require_word("MoE", "checkpoint", checkpoint, ("store", "recompute"))
+        _require_sizes(sizes, experts_per_token, shared_d_ff, block_size)
+        _require_settings(act_fn, activation, norm_eps, checkpoint)
         require_dtypes("MoE", dtype, param_dtype)
         if mesh is not None:
             require_axes("nn.MoE", mesh, axis=axis, batch=batch)
@@ -140,8 +144,8 @@ class MoE(nnx.Module):
         each = lecun(in_axis=1, out_axis=-1, batch_axis=0)
         shape, names = (num_experts, d_ff, d_model), ("expert", "tensor", None)
         self.down = parameter(each, shape, names, rngs, param_dtype)
-        shape = (d_model, num_experts)
-        self.router = parameter(lecun(), shape, (None, None), rngs, param_dtype)
+        table = (d_model, num_experts), (None, None)
+        self.router = parameter(lecun(), *table, rngs, param_dtype)
         gain = parameter(ones, (d_model,), (None,), rngs, param_dtype)
         self.norm = gain if norm else None
         kind: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
