@@ -1,8 +1,8 @@
 """The families' pages: nothing is missing, and the names of other libraries exist."""
 
+import importlib
 import inspect
 import pathlib
-import pydoc
 
 import jax
 import pytest
@@ -122,12 +122,22 @@ def test_our_names_in_a_peers_table_are_arguments(slug, peer):
 )
 def test_a_peers_table_has_all_of_its_arguments(peer):
     told = {name for row in peer.rows for name in row[0].split(", ")}
-    found = pydoc.locate(peer.name)
-    assert found is not None
+    found = _imported(peer.name)
     # Of a layer the constructor. A `custom_vjp` is an object without a signature.
     found = found.__init__ if inspect.isclass(found) else getattr(found, "fun", found)
     real = _parameters(found)
     assert told - {*peer.newer} <= real <= told
+
+
+def _imported(name):
+    """What a dotted name means: an attribute wins over a module of the same name."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for end, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[:end]))
+        found = getattr(found, part)
+    return found
 
 
 def _parameters(found):
