@@ -180,7 +180,11 @@ def attention_block_tkg(
         >>> X, W_qkv = jnp.ones((1, 1, 2)), jnp.eye(2, 6) + jnp.eye(2, 6, 4)
         >>> cache, seen = jnp.zeros((1, 3, 2)), jnp.array([0, 1]).reshape(2, 1, 1, 1)
         >>> X_out, K_out, V_out = attention_block_tkg(
-        ...     X, W_qkv=W_qkv, K_cache=cache, V_cache=cache, attention_mask=seen,
+        ...     X,
+        ...     W_qkv=W_qkv,
+        ...     K_cache=cache,
+        ...     V_cache=cache,
+        ...     attention_mask=seen,
         ...     kv_cache_update_idx=jnp.array([[1]]),
         ... )
         >>> X_out.ravel().tolist(), V_out.ravel().tolist()

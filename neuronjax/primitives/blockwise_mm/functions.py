@@ -148,8 +148,8 @@ def moe_cte(
         >>> w = jnp.ones((2, 1, 2, 1)), jnp.array([[[1.0]], [[10.0]]])
         >>> ids, experts = jnp.array([1, 0]), jnp.array([0, 1])
         >>> skip = SkipMode(skip_token=True)
-        >>> moe_cte(h, jnp.ones((4, 1)), *w, ids, experts, 1, "shard_on_i",
-        ...         skip_dma=skip)
+        >>> affinity = jnp.ones((4, 1))
+        >>> moe_cte(h, affinity, *w, ids, experts, 1, "shard_on_i", skip_dma=skip)
         Array([[7.310586],
                [3.523188]], dtype=float32)
     """
@@ -211,8 +211,15 @@ def blockwise_mm_baseline_shard_hidden(
     Example:
         >>> import jax.numpy as jnp
         >>> h, one = jnp.array([[1.0], [0.0]]), jnp.ones((1, 1, 1))
-        >>> out = blockwise_mm_baseline_shard_hidden(h, jnp.full((2, 1), 0.5),
-        ...     jnp.ones((1, 1, 2, 1)), 2 * one, 2, jnp.array([0, 1]), jnp.array([0]))
+        >>> out = blockwise_mm_baseline_shard_hidden(
+        ...     h,
+        ...     jnp.full((2, 1), 0.5),
+        ...     jnp.ones((1, 1, 2, 1)),
+        ...     2 * one,
+        ...     2,
+        ...     jnp.array([0, 1]),
+        ...     jnp.array([0]),
+        ... )
         >>> [round(float(x), 4) for x in out[:, 0]]  # 0.5 * 2 * silu(1), and padding
         [0.7311, 0.0]
     """

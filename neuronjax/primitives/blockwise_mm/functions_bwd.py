@@ -140,8 +140,18 @@ def blockwise_mm_bwd(
         >>> x, one = jnp.ones((1, 1)), jnp.ones((1, 1, 1))
         >>> gate_up = jnp.array([80.0, 1.0]).reshape(1, 2, 1, 1)
         >>> weights = gate_up.reshape(1, 1, 2, 1), 2 * one
-        >>> grads = blockwise_mm_bwd(x, x, *weights, gate_up, 160 * one,
-        ...     jnp.array([0]), jnp.array([0]), x, 1, SkipMode(skip_token=True))
+        >>> grads = blockwise_mm_bwd(
+        ...     x,
+        ...     x,
+        ...     *weights,
+        ...     gate_up,
+        ...     160 * one,
+        ...     jnp.array([0]),
+        ...     jnp.array([0]),
+        ...     x,
+        ...     1,
+        ...     SkipMode(skip_token=True),
+        ... )
         >>> [float(grad.max()) for grad in grads]
         [320.0, 160.0, 160.0, 80.0]
     """

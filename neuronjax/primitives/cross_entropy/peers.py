@@ -50,7 +50,8 @@ def cross_entropy_forward(
     Example:
         >>> import jax.numpy as jnp
         >>> loss, lse = cross_entropy_forward(
-        ...     jnp.zeros((1, 4)), jnp.array([2]), chunk_size=4, dtype=jnp.float32)
+        ...     jnp.zeros((1, 4)), jnp.array([2]), chunk_size=4, dtype=jnp.float32
+        ... )
         >>> loss.round(4), lse.round(4)
         (Array([1.3863], dtype=float32), Array([1.3863], dtype=float32))
     """

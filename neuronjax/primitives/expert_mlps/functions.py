@@ -129,9 +129,15 @@ def moe_tkg(
     Example:
         >>> import jax.numpy as jnp
         >>> x, w = jnp.ones((1, 1)), jnp.arange(1.0, 3.0)
-        >>> out = moe_tkg(x, jnp.ones((2, 1, 2, 1)), w[:, None, None],
-        ...     jnp.array([[0.5, 0.25]]), jnp.array([[1]]), is_all_expert=False,
-        ...     expert_affinities_scaling_mode="POST_SCALE")
+        >>> out = moe_tkg(
+        ...     x,
+        ...     jnp.ones((2, 1, 2, 1)),
+        ...     w[:, None, None],
+        ...     jnp.array([[0.5, 0.25]]),
+        ...     jnp.array([[1]]),
+        ...     is_all_expert=False,
+        ...     expert_affinities_scaling_mode="POST_SCALE",
+        ... )
         >>> round(float(out[0, 0]), 3)  # 0.25 * 2 * silu(1)
         0.366
     """

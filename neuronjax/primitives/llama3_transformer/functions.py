@@ -99,7 +99,16 @@ def llama3_transformer(
         >>> X, gain, table = jnp.ones((1, 2, 2)), jnp.ones((1, 2)), jnp.ones((1, 1, 2))
         >>> qkv, w = jnp.tile(jnp.eye(2), 3), jnp.eye(2)
         >>> output, K, V = llama3_transformer(
-        ...     X, [qkv], [w], [w], [w], [w], [gain], [gain], table, table * 0,
+        ...     X,
+        ...     [qkv],
+        ...     [w],
+        ...     [w],
+        ...     [w],
+        ...     [w],
+        ...     [gain],
+        ...     [gain],
+        ...     table,
+        ...     table * 0,
         ...     output_kv=True,
         ... )
         >>> [f"{x:.3f}" for x in output.ravel()], V[0, 0, 0].round().tolist()

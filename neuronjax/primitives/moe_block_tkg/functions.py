@@ -150,8 +150,9 @@ def moe_block_tkg(
     Example:
         >>> import jax.numpy as jnp
         >>> h, w = jnp.ones((1, 1, 2)), jnp.ones((3, 2, 2, 4))
-        >>> out, logits = moe_block_tkg(h, jnp.ones((1, 2)), jnp.eye(2, 3), w,
-        ...     jnp.ones((3, 4, 2)), top_k=2)
+        >>> out, logits = moe_block_tkg(
+        ...     h, jnp.ones((1, 2)), jnp.eye(2, 3), w, jnp.ones((3, 4, 2)), top_k=2
+        ... )
         >>> out.shape, logits.shape
         ((1, 2), (1, 3))
     """

@@ -102,8 +102,13 @@ def router_topk(
         >>> import jax.numpy as jnp
         >>> logits = jnp.log(jnp.array([[1.0, 2.0, 3.0, 4.0]]))
         >>> _, index, affinities = router_topk(
-        ...     logits, jnp.eye(4), act_fn="SOFTMAX", k=2, x_hbm_layout=1,
-        ...     router_pre_norm=False)
+        ...     logits,
+        ...     jnp.eye(4),
+        ...     act_fn="SOFTMAX",
+        ...     k=2,
+        ...     x_hbm_layout=1,
+        ...     router_pre_norm=False,
+        ... )
         >>> index.tolist(), affinities.round(3).tolist()
         ([[3, 2]], [[0.0, 0.0, 0.429..., 0.571...]])
     """

@@ -169,8 +169,22 @@ def transformer_tkg(
         >>> K, V = jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 1, 4, 2))
         >>> seen = jnp.array([0, 1]).reshape(2, 1, 1, 1)  # no slot, the token itself
         >>> output, _, (V,) = transformer_tkg(
-        ...     X, [qkv], [w], [w], [w], [w], [gain], [gain], [K], [V],
-        ...     table, table * 0, seen, None, jnp.array([[1]]), num_layers=1,
+        ...     X,
+        ...     [qkv],
+        ...     [w],
+        ...     [w],
+        ...     [w],
+        ...     [w],
+        ...     [gain],
+        ...     [gain],
+        ...     [K],
+        ...     [V],
+        ...     table,
+        ...     table * 0,
+        ...     seen,
+        ...     None,
+        ...     jnp.array([[1]]),
+        ...     num_layers=1,
         ... )
         >>> [f"{x:.3f}" for x in output.ravel()], V[0, 0, :, 0].round().tolist()
         (['2.731', '2.731'], [0.0, 1.0, 0.0, 0.0])
