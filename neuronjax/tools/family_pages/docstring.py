@@ -68,10 +68,14 @@ def linked(text: str) -> str:
 
 
 def example(text: str) -> str:
-    """The section of examples: sessions of an interpreter, and prose between them."""
+    """The section of examples: sessions of an interpreter, and prose between them.
+
+    They keep their lines: formatters rewrite a fence of the name `pycon`.
+    """
     parts = re.split(r"\n\s*\n", text)
     return "\n\n".join(
-        f"```pycon\n{part}\n```" if part.startswith(">>>") else part for part in parts
+        f"```python-console\n{part}\n```" if part.startswith(">>>") else part
+        for part in parts
     )
 
 
