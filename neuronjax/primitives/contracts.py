@@ -22,6 +22,7 @@ from neuronjax.primitives.tile import MIXED, MemrefTile
 
 TAGS = ("math", "hw")
 _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+_SETTINGS = bool | int | str | enum.Enum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +248,7 @@ def _array_for_setting(name: str, call: SimpleNamespace) -> str:
     """A setting that is given as an array, described: its rules could not read it."""
     for parameter in FUNCTIONS[name].signature.parameters.values():
         value = getattr(call, parameter.name)
-        kinds = bool | int | str | enum.Enum
-        if isinstance(parameter.default, kinds) and isinstance(value, _ARRAYS):
+        if isinstance(parameter.default, _SETTINGS) and isinstance(value, _ARRAYS):
             return (
                 f"{name}: {parameter.name} must be a Python value, known while "
                 f"tracing, got an array of shape {tuple(value.shape)}"

@@ -11,7 +11,8 @@ from typing import Any
 from neuronjax.primitives.contracts import Contract, told
 
 HINTS = ("num_stages", "num_tiles", "fuse_batches")
-_OF: dict[str, tuple[str, ...]] = {}
+# The hints of each emitter, `HINTS` among them.
+_BY_EMITTER: dict[str, tuple[str, ...]] = {}
 
 
 def only_hints(
@@ -26,7 +27,7 @@ def only_hints(
         example: its arguments that keep the rules, by its name.
         more: hints of its own, beside `HINTS`.
     """
-    names = _OF[emitter] = (*HINTS, *more)
+    names = _BY_EMITTER[emitter] = (*HINTS, *more)
 
     def odd(call: SimpleNamespace) -> str:
         return ", ".join(repr(name) for name in call.hints if name not in names)
@@ -45,5 +46,6 @@ def only_hints(
 def hints_of(emitter: str) -> tuple[str, ...]:
     """The hints that an emitter takes; those of all where no emitter is named."""
     if emitter:
-        return _OF.get(emitter, ())
-    return tuple(dict.fromkeys(name for names in _OF.values() for name in names))
+        return _BY_EMITTER.get(emitter, ())
+    every = (name for names in _BY_EMITTER.values() for name in names)
+    return tuple(dict.fromkeys(every))

@@ -33,6 +33,7 @@ def typed(leaf: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def _odd(x, filters, bias, *, stride, padding, dilation, **config: Any) -> str:
+    """What is divided and may not be, described."""
     spec, of_filters = _spec(x), _spec(filters)
     if spec[1] or of_filters[1]:
         return "C_in"
@@ -40,17 +41,22 @@ def _odd(x, filters, bias, *, stride, padding, dilation, **config: Any) -> str:
         return "the taps"
     if bias is not None and _spec(bias)[0] != of_filters[2]:
         return "a bias otherwise than C_out of the filters"
-    out = (x.shape[2] + sum(padding) - dilation * (filters.shape[0] - 1) - 1) // stride
-    if spec[2] and (config["form"] != "fast" or (out + 1) % _parts(x, spec[2])):
-        return f"L = {x.shape[2]} into {_parts(x, spec[2])} parts"
+    if spec[2] is None:
+        return ""
+    parts, reach = _parts(x, spec[2]), dilation * (filters.shape[0] - 1)
+    out = (x.shape[2] + sum(padding) - reach - 1) // stride + 1
+    if config["form"] != "fast" or out % parts:
+        return f"L = {x.shape[2]} into {parts} parts"
     return ""
 
 
 def _parts(x: jax.Array, axes: Any) -> int:
+    """Into how many parts these axes of the mesh divide an axis of `x`."""
     names = axes if isinstance(axes, tuple) else (axes,)
     return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
 
 
 def _spec(x: jax.Array) -> tuple[Any, ...]:
+    """For each axis of `x` the axes of the mesh that divide it, or None."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return (*spec, *[None] * (x.ndim - len(spec)))

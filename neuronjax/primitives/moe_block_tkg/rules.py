@@ -18,6 +18,7 @@ from neuronjax.primitives.moe_block_tkg.facts import (
 )
 from neuronjax.primitives.tile import MemrefTile
 
+_EXPERT_WEIGHTS = ("expert_gate_up_weights", "expert_down_weights")
 _ARGUMENTS: dict[str, Any] = dict(
     inp=(2, 2, 8),
     gamma=(1, 8),
@@ -42,9 +43,6 @@ _BLOCKS: dict[str, Any] = dict(
     is_all_expert=True,
     rank_id=0,
 )
-
-
-_EXPERT_WEIGHTS = ("expert_gate_up_weights", "expert_down_weights")
 
 
 def _arguments(**changes: Any) -> Callable[[str], dict[str, Any]]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract, Size, told
+from neuronjax.primitives.flags import only_flags
 from neuronjax.primitives.hints import only_hints
-from neuronjax.primitives.kinds import described, is_flag
 from neuronjax.primitives.options import odd_dtype
 from neuronjax.primitives.tile import MemrefTile
 
@@ -23,11 +23,6 @@ _OPERANDS = {
     FULL: ("q", "k", "cos", "sin", "rope_cache"),
 }
 _OPTIONAL = ("cos", "sin", "rope_cache")
-_FLAGS = {
-    PUBLIC: ("lnc_shard", "contiguous_layout", "relayout_in_sbuf"),
-    EMITTER: ("full", "interleaved"),
-    FULL: ("backward",),
-}
 
 
 def _x(call: SimpleNamespace) -> Any:
@@ -72,14 +67,6 @@ def _not_tensor(call: SimpleNamespace) -> str:
         if isinstance(x, MemrefTile) or x is None:
             return f"{name} of type {type(x).__name__}"
     return odd_dtype(given)
-
-
-def _not_flag(call: SimpleNamespace) -> str:
-    """The first setting that is not True or False, described."""
-    for name in _FLAGS[call.function]:
-        if not is_flag(getattr(call, name)):
-            return f"{name} = {described(getattr(call, name))}"
-    return ""
 
 
 def _odd_rank(call: SimpleNamespace) -> str:
@@ -133,7 +120,7 @@ def _row(
     )
 
 
-contracts.add(only_hints(EMITTER, _arguments(), HINTS))
+contracts.add(only_hints(EMITTER, _arguments(), HINTS), *only_flags(*_ALL))
 _row(
     "tensors",
     _ALL,
@@ -141,16 +128,6 @@ _row(
     "{not_tensor}",
     told("not_tensor", _not_tensor),
     example=_either(cos=np.zeros((1, 3, 8), np.int32)),
-    stage=-1,
-)
-_row(
-    "flags",
-    _ALL,
-    "settings must be True or False, known while tracing, got {not_flag}",
-    told("not_flag", _not_flag),
-    example=lambda function: (
-        _either()(function) | {_FLAGS[function][-1]: "interleaved"}
-    ),
     stage=-1,
 )
 _row(

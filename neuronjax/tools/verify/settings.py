@@ -1,6 +1,5 @@
 """The settings that the macro of a NAME reads, and the hints that it carries."""
 
-import contextlib
 import difflib
 import functools
 import inspect
@@ -32,11 +31,10 @@ def require_known(label: str, config: dict[str, Any]) -> None:
     known = sorted({*known_settings(name), *hints})
     for key in config:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+            near = ", ".join(difflib.get_close_matches(key, known, n=3, cutoff=0.5))
+            told = f"near matches: {near}" if near else f"hints: {', '.join(hints)}"
             raise ValueError(
-                f"verify: {name} has neither a setting nor a hint {key!r}; "
-                + (f"near matches: {', '.join(near)}" if near else "hints are ")
-                + ("" if near else ", ".join(hints))
+                f"verify: {name} has neither a setting nor a hint {key!r}; {told}"
             )
 
 
@@ -51,8 +49,7 @@ def known_settings(name: str) -> frozenset[str]:
         parameters = inspect.signature(fun).parameters.values()
         known |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     for form in (name, *family.variants):
-        with contextlib.suppress(ValueError, TypeError):
-            jax.eval_shape(functools.partial(_keys, family, form, known))
+        jax.eval_shape(functools.partial(_keys, family, form, known))
     return frozenset(known)
 
 
