@@ -7,6 +7,7 @@ import pytest
 
 import neuronjax
 from tests.attention_case import CASES, DROPPED, STATISTICS, Case, error
+from tests.prefill_case import one_head
 
 
 @pytest.mark.parametrize("name", CASES | DROPPED)
@@ -51,11 +52,6 @@ def test_bfloat16_errs_at_most_twice_as_much_as_the_plain_computation(name):
     assert all(errors[0][n] <= 2 * errors[1][n] for n in exact), errors
 
 
-def _row(*values):
-    """One head of width 1."""
-    return jnp.asarray(values, jnp.float32).reshape(1, -1, 1)
-
-
 def _attend(q, k, v, **options):
     """Rows of one head, keys laid out like the queries."""
     return neuronjax.attention_cte(q, k, v, tp_k=True, **options)
@@ -67,14 +63,14 @@ def _attend(q, k, v, **options):
 )
 def test_a_window_counts_the_query_itself(window, wanted):
     """R-04: a window of 1 gives v back."""
-    q, v = _row(0, 0, 0, 0), _row(1, 2, 4, 8)
+    q, v = one_head(0, 0, 0, 0), one_head(1, 2, 4, 8)
     out = _attend(q, q, v, sliding_window=window)
     np.testing.assert_allclose(out.ravel(), wanted, rtol=1e-6)
 
 
 def test_a_sink_enters_the_denominator_only():
     """R-05: out 4.5, 3, 2.25; slopes -1 and -1.125; one value a head."""
-    q, k, v = _row(0), _row(0, 0), _row(3, 6)
+    q, k, v = one_head(0), one_head(0, 0), one_head(3, 6)
     options = dict(causal_mask=False)
     np.testing.assert_allclose(_attend(q, k, v, **options).ravel(), [4.5])
     run = jax.value_and_grad(lambda s: _attend(q, k, v, sink=s, **options).sum())
@@ -119,12 +115,12 @@ def test_a_row_that_sees_nothing_and_one_far_below_zero(hidden):
     def run(q, k, v):
         return _attend(q, k, v, **options)
 
-    (out, neg_max, recip), pull = jax.vjp(run, _row(1, 1), k, v)
+    (out, neg_max, recip), pull = jax.vjp(run, one_head(1, 1), k, v)
     np.testing.assert_allclose(out.ravel(), [1.268941, 0], rtol=1e-6)
     lse = np.asarray(-neg_max - jnp.log(recip)).ravel()
     np.testing.assert_allclose(lse, [-199.686738, -np.inf], rtol=1e-7)
     assert np.isposinf(neg_max[0, 1, 0]) and recip[0, 1, 0] == 1
-    grads = pull((_row(1, 1e30), *(jnp.zeros_like(x) for x in (neg_max, recip))))
+    grads = pull((one_head(1, 1e30), *(jnp.zeros_like(x) for x in (neg_max, recip))))
     p = 0.731059
     slope = p * (1 - p)
     # a difference of products near 40: float32 leaves 4 digits
@@ -142,7 +138,7 @@ def test_a_masked_row_with_a_sink():
     def run(sink):
         hidden = jnp.zeros((1, 1, 1), bool)
         options = dict(mask=hidden, sink=sink, cache_softmax=True)
-        return _attend(_row(1), _row(1), _row(1), **options)
+        return _attend(one_head(1), one_head(1), one_head(1), **options)
 
     outs, pull = jax.vjp(run, sink)
     assert [x.item() for x in outs] == [0.0, -0.5, 1.0]
@@ -151,7 +147,7 @@ def test_a_masked_row_with_a_sink():
 
 def test_integers_are_a_mask_and_bounds_are_any_number():
     """Nonzero = attend; column j lies below the bound 2.5 when it lies below 3."""
-    q, k, v = _row(0), _row(0, 0, 0, 0), _row(1, 2, 4, 8)
+    q, k, v = one_head(0), one_head(0, 0, 0, 0), one_head(1, 2, 4, 8)
     options = dict(causal_mask=False)
     got = _attend(q, k, v, mask=jnp.array([[[2, 0, -1, 0]]], jnp.int32), **options)
     np.testing.assert_allclose(got.ravel(), [2.5])

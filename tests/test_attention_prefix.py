@@ -12,14 +12,7 @@ import neuronjax
 from neuronjax.emit import attention_prefix_caching_fwd_kernel
 from tests.attention_case import CASES, error
 from tests.attention_equations import Attention, visible
-
-CAUSAL = "CausalAttentionMMSoftmaxMMWithoutSwap"
-FULL = "AttentionMMSoftmaxMMWithoutSwap"
-
-
-def _row(*values):
-    """One head of width 1."""
-    return jnp.asarray(values, jnp.float32).reshape(1, -1, 1)
+from tests.prefill_case import CAUSAL, FULL, one_head
 
 
 def _zeros(q_seq, kv_seq, prior):
@@ -30,9 +23,9 @@ def _zeros(q_seq, kv_seq, prior):
 def test_a_prefix_of_three_aligns_the_triangle():
     """R-03: prior 3 + active 2."""
     q, k, k_prior = _zeros(2, 2, 3)
-    options = dict(k_prior=k_prior, v_prior=_row(1, 2, 3), tp_k=True)
+    options = dict(k_prior=k_prior, v_prior=one_head(1, 2, 3), tp_k=True)
     used = jnp.array([3], jnp.int32)
-    got = neuronjax.attention_cte(q, k, _row(4, 5), prior_used_len=used, **options)
+    got = neuronjax.attention_cte(q, k, one_head(4, 5), prior_used_len=used, **options)
     np.testing.assert_allclose(got.ravel(), [2.5, 3.0])
 
 
@@ -43,10 +36,10 @@ def test_slots_past_the_used_length_are_not_read(bad):
     k_prior = k_prior.at[0, 2:].set(bad)
 
     def run(used, v):
-        prior = dict(k_prior=k_prior, v_prior=_row(1, 2, bad, bad), tp_k=True)
+        prior = dict(k_prior=k_prior, v_prior=one_head(1, 2, bad, bad), tp_k=True)
         return neuronjax.attention_cte(q, k, v, prior_used_len=used, **prior).ravel()
 
-    v = _row(6)
+    v = one_head(6)
     for used, out, slope in ((2, 3.0, 1 / 3), (0, 6.0, 1.0)):
         length = jnp.array([used], jnp.int32)
         np.testing.assert_allclose(run(length, v), [out])

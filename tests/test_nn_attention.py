@@ -163,7 +163,7 @@ def test_dropout_has_gradients_of_the_weights_that_it_kept():
     assert np.isfinite(kept).all() and kept.any() and not np.allclose(kept, whole)
 
 
-def test_a_layer_without_options_has_the_state_that_it_had():
+def test_an_option_that_is_off_has_no_state():
     assert nnx.to_pure_dict(nnx.state(layer_of())).keys() == {"qkv", "out", "norm"}
     held = nnx.to_pure_dict(nnx.state(layer_of(sink=True), nnx.Param))
     assert held.keys() == {"qkv", "out", "norm", "sink"}

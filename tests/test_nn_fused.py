@@ -12,15 +12,10 @@ from jax.sharding import PartitionSpec as P
 from neuronjax import nn
 from neuronjax.models.mesh_packing import by_key_head
 from tests.nn_case import stirred
-from tests.nn_twins import draw
+from tests.nn_twins import HEAD_DIM, WIDTH, draw, tables
 
-WIDTH, D_FF, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 8, 12, 2, 4, 2, 4
+D_FF, LAYERS, HEADS, KV_HEADS = 12, 2, 4, 2
 SIZES = WIDTH, D_FF, HEADS, KV_HEADS, HEAD_DIM
-
-
-def tables(batch, seq, start=0):
-    positions = start + jnp.arange(seq, dtype=jnp.int32)
-    return nn.rotary_tables(jnp.broadcast_to(positions, (batch, seq)), HEAD_DIM)
 
 
 def decoder_layers():

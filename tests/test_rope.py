@@ -117,8 +117,8 @@ def test_a_rotation_keeps_lengths():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"contiguous_layout": "interleaved"}, "contiguous_layout must .* 'interleav"),
-        ({"lnc_shard": 1}, "lnc_shard must be True or False, .* got 1"),
+        ({"contiguous_layout": "interleaved"}, "contiguous_layout = 'interleaved'"),
+        ({"lnc_shard": 1}, "lnc_shard = 1"),
         ({"x_in": np.ones((4, 1, 1, 2), np.int32)}, "x_in of dtype int32"),
         ({"x_in": np.ones((4, 1, 1, 2), jnp.float8_e4m3fn)}, "x_in of dtype float8"),
         ({"cos": np.ones((2, 1, 2), np.int32)}, "cos of dtype int32"),
@@ -139,5 +139,5 @@ def test_the_emitter_keeps_the_rules_of_both_forms():
         neuronjax.emit.rope_kernel(x, table, table)
     with pytest.raises(ValueError, match=r"\[batch, seq, d\] = \(4, 1, 3\)"):
         neuronjax.emit.rope_kernel(x, table, table, full=True)
-    with pytest.raises(ValueError, match="interleaved must be .* got 'no'"):
+    with pytest.raises(ValueError, match="interleaved = 'no'"):
         neuronjax.emit.rope_kernel(x[:, :1], table, table, interleaved="no")

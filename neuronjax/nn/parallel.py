@@ -16,7 +16,56 @@ from neuronjax.primitives.collectives import (
 from neuronjax.primitives.mesh_axes import bound_size
 
 
-class ColumnParallel(nnx.Module):
+class _Ring(nnx.Module):
+    """A weight whose product with rows is a ring over the ranks of a mesh axis."""
+
+    _divides_columns: bool  # of the weight, or its rows
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        axis: str = "tensor",
+        num_groups: int = 1,
+        lnc_axis: str | None = None,
+        bidirectional: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        layer = type(self).__name__
+        require_sizes(layer, d_in=d_in, d_out=d_out, num_groups=num_groups)
+        require_ring(layer, axis, lnc_axis)
+        require_dtypes(layer, dtype, param_dtype)
+        init = nnx.initializers.lecun_normal()
+        names = (None, axis) if self._divides_columns else (axis, None)
+        self.kernel = parameter(init, (d_in, d_out), names, rngs, param_dtype)
+        self.axis, self.num_groups, self.lnc_axis = axis, num_groups, lnc_axis
+        self.bidirectional, self.dtype = bidirectional, dtype
+
+    def _product(self, function: Any, x: Array) -> Array:
+        """`function(x, kernel)` over the ring, mapped over leading axes."""
+        x = x if self.dtype is None else x.astype(self.dtype)
+        kernel, size = at_dtype(self.kernel, self.dtype), bound_size(self.axis)
+        ring: dict[str, Any] = dict(tp_degree=1, num_groups=1)
+        if size is not None:
+            ring = dict(
+                tp_degree=size // self.num_groups,
+                num_groups=self.num_groups,
+                lnc_axis=self.lnc_axis,
+                bidirectional=self.bidirectional,
+            )
+
+        def call(rows: Array) -> Array:
+            return function(rows, kernel, axis=self.axis, **ring)
+
+        for _ in range(x.ndim - 2):
+            call = jax.vmap(call)
+        return call(x)
+
+
+class ColumnParallel(_Ring):
     r"""The twin of `neuronjax.allgather_compute_matmul`: rows gathered on their way.
 
     $$y = \begin{bmatrix} x_0 \\ \vdots \\ x_{tp-1} \end{bmatrix} W_r$$
@@ -61,36 +110,16 @@ class ColumnParallel(nnx.Module):
         (8, 6)
     """
 
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        axis: str = "tensor",
-        num_groups: int = 1,
-        lnc_axis: str | None = None,
-        bidirectional: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        sizes = dict(d_in=d_in, d_out=d_out, num_groups=num_groups)
-        require_sizes("ColumnParallel", **sizes)
-        require_ring("ColumnParallel", axis, lnc_axis)
-        require_dtypes("ColumnParallel", dtype, param_dtype)
-        init, names = nnx.initializers.lecun_normal(), (None, axis)
-        self.kernel = parameter(init, (d_in, d_out), names, rngs, param_dtype)
-        self.axis, self.num_groups, self.lnc_axis = axis, num_groups, lnc_axis
-        self.bidirectional, self.dtype = bidirectional, dtype
+    _divides_columns = True
 
     def __call__(
         self, x: Float[Array, "*batch rows d_in"]
     ) -> Float[Array, "*batch all_rows columns"]:
         """All ranks' rows of `x` times this rank's columns."""
-        return _ring(allgather_compute_matmul, self, x)
+        return self._product(allgather_compute_matmul, x)
 
 
-class RowParallel(nnx.Module):
+class RowParallel(_Ring):
     r"""The twin of `neuronjax.matmul_reduce_scatter`: sums travel to their owner.
 
     $$y_r = \left( \sum_s x_s W_s \right)_{\mathrm{rows\ of\ } r}$$
@@ -124,57 +153,10 @@ class RowParallel(nnx.Module):
         (8, 4)
     """
 
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        axis: str = "tensor",
-        num_groups: int = 1,
-        lnc_axis: str | None = None,
-        bidirectional: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        sizes = dict(d_in=d_in, d_out=d_out, num_groups=num_groups)
-        require_sizes("RowParallel", **sizes)
-        require_ring("RowParallel", axis, lnc_axis)
-        require_dtypes("RowParallel", dtype, param_dtype)
-        init, names = nnx.initializers.lecun_normal(), (axis, None)
-        self.kernel = parameter(init, (d_in, d_out), names, rngs, param_dtype)
-        self.axis, self.num_groups, self.lnc_axis = axis, num_groups, lnc_axis
-        self.bidirectional, self.dtype = bidirectional, dtype
+    _divides_columns = False
 
     def __call__(
         self, x: Float[Array, "*batch all_rows columns"]
     ) -> Float[Array, "*batch rows d_out"]:
         """This rank's rows of what all ranks' products add up to."""
-        return _ring(matmul_reduce_scatter, self, x)
-
-
-def _ring(function: Any, layer: ColumnParallel | RowParallel, x: Array) -> Array:
-    """`function(x, kernel)` over the ring of the layer, mapped over leading axes."""
-    x = x if layer.dtype is None else x.astype(layer.dtype)
-    kernel = at_dtype(layer.kernel, layer.dtype)
-    size = bound_size(layer.axis)
-    if size is None:
-        degree, groups, cores = 1, 1, None
-    else:
-        degree, groups = size // layer.num_groups, layer.num_groups
-        cores = layer.lnc_axis
-
-    def call(rows: Array) -> Array:
-        return function(
-            rows,
-            kernel,
-            degree,
-            groups,
-            axis=layer.axis,
-            lnc_axis=cores,
-            bidirectional=layer.bidirectional and size is not None,
-        )
-
-    for _ in range(x.ndim - 2):
-        call = jax.vmap(call)
-    return call(x)
+        return self._product(matmul_reduce_scatter, x)

@@ -19,8 +19,9 @@ def only_flags(*functions: str) -> list[Contract]:
         Contract(
             f"{function}.flags",
             (function,),
-            "{function}: {odd_flag}",
-            told("odd_flag", _odd),
+            "{function}: switches must be True or False, known while tracing, got "
+            "{odd_flags}",
+            told("odd_flags", _odd),
             example=_example,
             stage=-1,
         )
@@ -36,11 +37,8 @@ def _switches(function: str) -> list[str]:
 def _odd(call: SimpleNamespace) -> str:
     """Every switch that is not True or False, described."""
     given = {name: getattr(call, name) for name in _switches(call.function)}
-    return "; ".join(
-        f"{name} must be True or False, known while tracing, got {described(value)}"
-        for name, value in given.items()
-        if not is_flag(value)
-    )
+    odd = {name: value for name, value in given.items() if not is_flag(value)}
+    return " and ".join(f"{name} = {described(value)}" for name, value in odd.items())
 
 
 def _example(function: str) -> dict[str, Any]:
