@@ -21,6 +21,7 @@ from neuronjax.kernels.kv_cache import write_around, write_blocks, write_slots
 from neuronjax.kernels.mx.formats import E4M3FN
 from neuronjax.kernels.mx.product import product_fwd
 from neuronjax.kernels.mx.quantize import quantize_fwd, round_blocks
+from neuronjax.kernels.own_derivative import own_derivative
 from neuronjax.kernels.quantization.linear import scaled_linear_bwd, scaled_linear_fwd
 from neuronjax.kernels.quantization.straight_through import static_codes
 from neuronjax.kernels.stacked import layer_at
@@ -183,3 +184,50 @@ def test_the_second_derivative_is_that_of_the_rule(use, place):
         for second in got:
             worst = np.abs(second - wanted).max() / np.abs(wanted).max()
             assert worst < use.tolerance
+
+
+def _scaled(x, factor, *, axis=None):
+    moved = x if axis is None else lax.psum(x, axis)
+    return jnp.round(moved * factor)
+
+
+def _scaled_tangent(primals, tangents, *, axis=None):
+    moved = tangents[0] if axis is None else lax.psum(tangents[0], axis)
+    return moved * primals[1]
+
+
+@pytest.mark.parametrize("name", [None, "ranks"])
+def test_what_is_mapped_apart_from_the_operands_leaves_them_whole(name):
+    scaled = own_derivative(_scaled_tangent)(_scaled)
+    x, rows = jnp.array([0.7, 1.2]), jnp.arange(3.0)
+    square = lambda x: jnp.sum(scaled(x, x) ** 2)  # noqa: E731
+
+    def one(row):
+        return jax.grad(square)(x) + row
+
+    mapped = jax.vmap(one, axis_name=name)
+    np.testing.assert_allclose(mapped(rows), jax.grad(square)(x) + rows[:, None])
+    assert not _has_shape(jax.make_jaxpr(mapped)(rows), (3, 2), "scaled")
+    hessian = jnp.diag(2 * (x * x + jnp.round(x * x)))
+    for jacobian in jax.jacrev, jax.jacfwd:
+        second = jacobian(jax.grad(square))(x)
+        np.testing.assert_allclose(second, hessian, rtol=1e-6)
+
+
+def test_an_unmapped_operand_is_summed_over_the_axis_of_a_setting():
+    scaled = own_derivative(_scaled_tangent)(_scaled)
+    x, rows = jnp.array([0.7, 1.2]), jnp.arange(3.0)
+
+    def loss(x):
+        one = lambda row: scaled(x, jnp.ones(2), axis="ranks").sum() + row  # noqa: E731
+        return jax.vmap(one, axis_name="ranks")(rows).sum()
+
+    assert loss(x) == 3 * (2 + 4) + 3
+    np.testing.assert_allclose(jax.grad(loss)(x), [9, 9])
+
+
+def _has_shape(jaxpr, shape, name):
+    """Whether an equation of this name gives an array of this shape."""
+    found = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == name]
+    assert found
+    return any(out.aval.shape == shape for eqn in found for out in eqn.outvars)

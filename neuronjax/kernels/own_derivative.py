@@ -19,7 +19,8 @@ class OwnDerivative:
     """A function of arrays as one primitive, with the rule that differentiates it.
 
     It is called as the function is: positional arguments are arrays, keyword arguments
-    hashable settings. It returns an array, or a tuple of two or more.
+    hashable settings. It returns an array, or a tuple of two or more. An axis that it
+    or its rule communicates over is one of the settings.
 
     Args:
         fun: `fun(*operands, **settings)`.
@@ -48,8 +49,8 @@ class OwnDerivative:
         def fun(*operands):
             return _listed(self._fun(*operands, **dict(settings)))
 
-        for dims, name in reversed(axes):  # the first level was mapped last
-            fun = jax.vmap(fun, dims, axis_name=name)
+        for dims, name, size in reversed(axes):  # the first level was mapped last
+            fun = jax.vmap(fun, dims, axis_name=name, axis_size=size)
         fun.__name__ = fun.__qualname__ = self._p.name
         return jax.jit(fun)
 
@@ -61,9 +62,14 @@ class OwnDerivative:
 
     def _batch(self, axis, operands, dims, *, settings, axes):
         name = axis.name if isinstance(axis.name, str) else None
-        axes = ((tuple(dims), name), *axes)
+        # Unmapped operands come here too, for what communicates over the axis.
+        told = [value for _, value in settings if isinstance(value, str)]
+        if name in told or any(dim is not None for dim in dims):
+            axes = ((tuple(dims), name, axis.size), *axes)
+            outs = self._p.bind(*operands, settings=settings, axes=axes)
+            return outs, [0] * len(outs)
         outs = self._p.bind(*operands, settings=settings, axes=axes)
-        return outs, [0] * len(outs)
+        return outs, [None] * len(outs)
 
     def _jvp(self, primals, tangents, *, settings, axes):
         outs = self._p.bind(*primals, settings=settings, axes=axes)
@@ -77,8 +83,9 @@ class OwnDerivative:
         def rule(primals, tangents):
             return _listed(self._rule(primals, tangents, **dict(settings)))
 
-        for dims, name in reversed(axes):
-            rule = jax.vmap(rule, (list(dims), list(dims)), axis_name=name)
+        for dims, name, size in reversed(axes):
+            both = list(dims), list(dims)
+            rule = jax.vmap(rule, both, axis_name=name, axis_size=size)
         return outs, rule(list(primals), moving)
 
 
