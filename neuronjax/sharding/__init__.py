@@ -43,6 +43,7 @@ from neuronjax.sharding.placement import place as place
 from neuronjax.sharding.qkv import shard_qkv_columns as shard_qkv_columns
 from neuronjax.sharding.qkv import sharded_qkv as sharded_qkv
 from neuronjax.sharding.qkv import unshard_qkv_columns as unshard_qkv_columns
+from neuronjax.sharding.ring_attention import ring_attention as ring_attention
 from neuronjax.sharding.ring_matmul import (
     sharded_allgather_matmul as sharded_allgather_matmul,
 )
