@@ -133,26 +133,15 @@ def decode_window(
 
 def require_decoding(options: AttentionOptions, *, dropping: bool) -> None:
     """Refuses what `AttentionTkgFwd` does not compute."""
-    refused = [
-        ("causal", "True", options.causal, not options.causal),
-        (
-            "logits_soft_cap",
-            "None",
-            options.logits_soft_cap,
-            options.logits_soft_cap is not None,
-        ),
-        (
-            "dropout_rate",
-            "0, or the layer deterministic",
-            options.dropout_rate,
-            dropping,
-        ),
-    ]
-    for name, expected, got, wrong in refused:
+    refused = {
+        "causal must be True": not options.causal,
+        "logits_soft_cap must be None": options.logits_soft_cap is not None,
+        "dropout_rate must be 0, or the layer deterministic": dropping,
+    }
+    for words, wrong in refused.items():
         if wrong:
-            raise ValueError(
-                f"nn.Attention: to decode, {name} must be {expected}, got {got}"
-            )
+            got = getattr(options, words.split()[0])
+            raise ValueError(f"nn.Attention: to decode, {words}, got {got}")
 
 
 def _settings(query, options: AttentionOptions, dropout_key) -> dict[str, Any]:

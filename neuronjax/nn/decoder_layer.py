@@ -26,6 +26,9 @@ class DecoderLayer(nnx.Module):
         dtype: dtype of the computation; `None` keeps that of the input.
         param_dtype: dtype of the parameters.
         rngs: where the initial values come from.
+
+    Raises:
+        ValueError: a setting is out of range; when called, what the functions refuse.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """A mixture of experts as a layer."""
 
+import functools
 import math
 from typing import Any
 
@@ -49,6 +50,17 @@ def _require_sizes(sizes, experts_per_token, shared_d_ff, block_size) -> None:
     optional = dict(shared_d_ff=shared_d_ff or None, block_size=block_size)
     given = {name: size for name, size in optional.items() if size is not None}
     require_sizes("MoE", **given)
+
+
+def _expert_weights(
+    *, d_model: int, d_ff: int, num_experts: int, rngs: nnx.Rngs, dtype: Any
+) -> tuple[nnx.Param, nnx.Param]:
+    """`gate_up [E, d_model, 2, d_ff]` and `down [E, d_ff, d_model]`."""
+    lecun = functools.partial(nnx.initializers.lecun_normal, in_axis=1, out_axis=-1)
+    shape, names = (num_experts, d_model, 2, d_ff), ("expert", None, None, "tensor")
+    gate_up = parameter(lecun(batch_axis=(0, 2)), shape, names, rngs, dtype)
+    shape, names = (num_experts, d_ff, d_model), ("expert", "tensor", None)
+    return gate_up, parameter(lecun(batch_axis=0), shape, names, rngs, dtype)
 
 
 class MoE(nnx.Module):
@@ -137,15 +149,10 @@ class MoE(nnx.Module):
         require_dtypes("MoE", dtype, param_dtype)
         if mesh is not None:
             require_axes("nn.MoE", mesh, axis=axis, batch=batch)
-        lecun, ones = nnx.initializers.lecun_normal, nnx.initializers.ones_init()
-        each = lecun(in_axis=1, out_axis=-1, batch_axis=(0, 2))
-        shape, names = (num_experts, d_model, 2, d_ff), ("expert", None, None, "tensor")
-        self.gate_up = parameter(each, shape, names, rngs, param_dtype)
-        each = lecun(in_axis=1, out_axis=-1, batch_axis=0)
-        shape, names = (num_experts, d_ff, d_model), ("expert", "tensor", None)
-        self.down = parameter(each, shape, names, rngs, param_dtype)
+        lecun, ones = nnx.initializers.lecun_normal(), nnx.initializers.ones_init()
+        self.gate_up, self.down = _expert_weights(**sizes, rngs=rngs, dtype=param_dtype)
         table = (d_model, num_experts), (None, None)
-        self.router = parameter(lecun(), *table, rngs, param_dtype)
+        self.router = parameter(lecun, *table, rngs, param_dtype)
         gain = parameter(ones, (d_model,), (None,), rngs, param_dtype)
         self.norm = gain if norm else None
         kind: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)

@@ -31,6 +31,9 @@ class MoEDecoderLayer(DecoderLayer):
         **experts: further arguments of `MoE`, by name: its shared expert, its router,
             its activation, `block_size`, `checkpoint`, `mesh` and its axes.
 
+    Raises:
+        ValueError: a setting is out of range; when called, what the functions refuse.
+
     Source:
         Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.
 
