@@ -11,7 +11,7 @@ from neuronjax.primitives.table import TRANSFORMATIONS as TRANSFORMATIONS
 from neuronjax.tools.family_pages import FAMILY_PAGES, family_page, index_page
 from neuronjax.tools.family_pages.macros import output_names
 from neuronjax.tools.family_pages.page import GENERATED
-from neuronjax.tools.family_pages.refusals import prose
+from neuronjax.tools.family_pages.refusals import kind, prose
 from neuronjax.tools.family_pages.table import code, table
 
 
@@ -46,12 +46,7 @@ def _cells(name: str, reasons: list[str]) -> list[str]:
 def contracts_page() -> str:
     """The table of every refusal."""
     rows = [
-        (
-            row.id,
-            code(row.functions),
-            row.tag + (", to the letter" if row.literal else ""),
-            prose(row.message),
-        )
+        (row.id, code(row.functions), kind(row), prose(row.message))
         for row in CONTRACTS.values()
     ]
     names = [

@@ -68,7 +68,7 @@ def linked(text: str) -> str:
 
 
 def example(text: str) -> str:
-    """The section of examples: sessions of an interpreter, and prose between them.
+    """The section of examples: what an interpreter is told, and prose between.
 
     They keep their lines: formatters rewrite a fence of the name `pycon`.
     """

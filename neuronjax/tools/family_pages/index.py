@@ -1,7 +1,7 @@
 """The list of the families' pages."""
 
 from neuronjax.tools.family_pages.families import FAMILY_PAGES
-from neuronjax.tools.family_pages.page import GENERATED, emitted
+from neuronjax.tools.family_pages.page import GENERATED
 from neuronjax.tools.family_pages.peers import PEERS
 from neuronjax.tools.family_pages.table import code, table
 
@@ -14,7 +14,7 @@ def index_page() -> str:
             f"[{page.title}]({page.slug}.md)",
             code(page.functions),
             code(f"nn.{layer}" for layer in page.layers),
-            emitted(page),
+            code((*page.names, *page.gradients)),
         )
         for page in FAMILY_PAGES
     ]

@@ -25,6 +25,11 @@ def rows(functions: Iterable[str]) -> list[Contract]:
     return [row for row in CONTRACTS.values() if wanted & {*row.functions}]
 
 
+def kind(row: Contract) -> str:
+    """Whether mathematics or the chip refuse, and in whose words."""
+    return row.tag + (", to the letter" if row.literal else "")
+
+
 def refusal_sections(functions: Iterable[str]) -> list[str]:
     """The table of the contract rows, and that of the options that refuse."""
     functions = tuple(functions)
@@ -38,7 +43,7 @@ def refusal_sections(functions: Iterable[str]) -> list[str]:
         (
             row.id,
             code(f for f in row.functions if f in functions),
-            row.tag + (", to the letter" if row.literal else ""),
+            kind(row),
             prose(row.message).removeprefix("*function*: "),
         )
         for row in rows(functions)

@@ -12,7 +12,7 @@ from neuronjax.tools.family_pages.peers import (
     models,
     norms,
     projections,
-    rest,
+    small_families,
 )
 from neuronjax.tools.family_pages.peers.peer import Peer as Peer
 from neuronjax.tools.family_pages.table import code, table
@@ -23,7 +23,7 @@ _MODULES = (
     norms,
     experts,
     losses,
-    rest,
+    small_families,
     collectives,
     models,
 )

@@ -18,7 +18,7 @@ _LAYER = (
     ("param_dtype", "param_dtype", ""),
     ("rngs", "rngs", ""),
     ("precision", "", "`jax.default_matmul_precision`"),
-    ("kernel_init, bias_init", "", "normal, with the root of the inverse width; zeros"),
+    ("kernel_init, bias_init", "", "the same: `lecun_normal`, and zeros"),
     ("dot_general, promote_dtype", "", "the macro multiplies"),
     ("preferred_element_type", "", "sums are float32, or float64"),
     ("kernel_metadata, bias_metadata", "names", "the partition names of both axes"),
