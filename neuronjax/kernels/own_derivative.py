@@ -49,7 +49,7 @@ class OwnDerivative:
         def fun(*operands):
             return _listed(self._fun(*operands, **dict(settings)))
 
-        for dims, name, size in reversed(axes):  # the first level was mapped last
+        for dims, name, size in reversed(axes):  # the innermost stands last
             fun = jax.vmap(fun, dims, axis_name=name, axis_size=size)
         fun.__name__ = fun.__qualname__ = self._p.name
         return jax.jit(fun)
@@ -61,6 +61,7 @@ class OwnDerivative:
         return mlir.lower_fun(self._jitted(**params))(ctx, *operands)
 
     def _batch(self, axis, operands, dims, *, settings, axes):
+        """Notes dims, name and size of one more axis, in front of those inside it."""
         name = axis.name if isinstance(axis.name, str) else None
         # Unmapped operands come here too, for what communicates over the axis.
         told = [value for _, value in settings if isinstance(value, str)]
