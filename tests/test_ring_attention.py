@@ -254,12 +254,32 @@ def test_a_program_has_nothing_but_permutes_and_no_more_for_more_devices(compile
         assert places.once == {"collective-permute": 2 + 2 + 2}
 
 
+def test_the_forward_program_sends_keys_and_values_once_a_hop():
+    operands = draw(8, 3)[:3]
+    found = jax.jit(ring_over(8)).lower(*operands).compile()
+    places = Program(str(found.as_text())).places()
+    assert places.in_loops == places.once == {"collective-permute": 2}
+
+
 def test_memory_does_not_grow_with_the_ring(compiled):
     """Nothing that passed is kept, and no array has two lengths, not even a part's."""
     four, eight = (x.memory_analysis().temp_size_in_bytes for x in compiled.values())
     assert eight <= 1.02 * four
     for found in compiled.values():
         assert not Program(str(found.as_text())).large(PART * PART)
+
+
+def test_layers_in_a_scan_have_the_rings_own_backward():
+    operands, run = draw(3, 3, heads=2), ring_over(3)
+
+    def layers(q, k, v):
+        keys = jnp.stack([k, k]), jnp.stack([v, v])
+        return jax.lax.scan(lambda q, keys: (run(q, *keys), None), q, keys)[0]
+
+    both, one = (
+        jax.make_jaxpr(with_gradients(x))(*operands).jaxpr for x in (layers, run)
+    )
+    assert permutes(both) == 2 * permutes(one)
 
 
 def test_a_policy_that_saves_the_result_runs_one_ring_less():
