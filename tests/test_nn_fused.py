@@ -71,11 +71,8 @@ def test_decoding_goes_on_where_prefill_ended():
 
 
 def test_ranks_share_heads_and_columns():
-    stack, x, table = (
-        stack_of(decoder_layers(), "tensor"),
-        draw(2, 4, WIDTH),
-        tables(2, 4),
-    )
+    stack = stack_of(decoder_layers(), "tensor")
+    x, table = draw(2, 4, WIDTH), tables(2, 4)
     wanted = stack(x, *table)
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=devices)

@@ -125,6 +125,8 @@ class AttentionBlock(nnx.Module):
         x = x if self.dtype is None else x.astype(self.dtype)
         slots, (batch, seq, _) = cache.value.shape[2], x.shape
         tokens = new_tokens("AttentionBlock", (cos, sin), lengths, seq, slots)
+        mask = jnp.broadcast_to(tokens.mask, (slots, batch, self.num_heads, seq))
+        sink = None if self.sink is None else at_dtype(self.sink, self.dtype)[:, None]
         out, key, value = attention_block_tkg(
             x,
             **self._norms(),
@@ -136,12 +138,8 @@ class AttentionBlock(nnx.Module):
             K_cache_transposed=True,
             K_cache=cache.key,
             V_cache=cache.value,
-            attention_mask=jnp.broadcast_to(
-                tokens.mask, (slots, batch, self.num_heads, seq)
-            ),
-            sink=None
-            if self.sink is None
-            else at_dtype(self.sink, self.dtype)[:, None],
+            attention_mask=mask,
+            sink=sink,
             kv_cache_update_idx=tokens.position,
             W_out=at_dtype(self.out, self.dtype),
             bias_out=self._row(self.out_bias),

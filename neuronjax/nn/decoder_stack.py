@@ -94,12 +94,10 @@ class DecoderStack(nnx.Module):
         self.out = weight(inner, d_model, rows)
         self.gate, self.up = (weight(d_model, d_ff, columns) for _ in range(2))
         self.down = weight(d_ff, d_model, rows)
-        ones, gains = (
-            nnx.initializers.ones_init(),
-            ((num_layers, d_model), (None, None)),
-        )
-        self.attention_norm = parameter(ones, *gains, rngs, param_dtype)
-        self.mlp_norm = parameter(ones, *gains, rngs, param_dtype)
+        ones = nnx.initializers.ones_init()
+        gains = (num_layers, d_model), (None, None), rngs, param_dtype
+        self.attention_norm = parameter(ones, *gains)
+        self.mlp_norm = parameter(ones, *gains)
         self.num_layers, self.norm_eps = num_layers, norm_eps
         self.axis, self.dtype = axis, dtype
 

@@ -12,7 +12,6 @@ from neuronjax.nn.settings import (
     require_dtypes,
     require_option,
     require_sizes,
-    require_word,
 )
 from neuronjax.primitives.options import RouterActFnType
 from neuronjax.primitives.router_topk import router_topk
@@ -81,8 +80,11 @@ class Router(nnx.Module):
         k = dict(experts_per_token=experts_per_token)
         require_sizes("Router", d_model=d_model, num_experts=num_experts, **k)
         require_at_most("Router", k, "num_experts", num_experts)
-        if not router_pre_norm:  # a softmax over the selected sums to 1 already
-            require_word("Router", "norm_topk_prob", norm_topk_prob, (False,))
+        if norm_topk_prob and not router_pre_norm:
+            raise ValueError(  # a softmax over the selected sums to 1 already
+                "nn.Router: norm_topk_prob must be False without router_pre_norm, got "
+                f"{norm_topk_prob}"
+            )
         require_option("Router", "act_fn", act_fn, RouterActFnType)
         require_dtypes("Router", dtype, param_dtype)
         init, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
