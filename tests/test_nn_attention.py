@@ -38,7 +38,8 @@ def inputs(batch=2, seq=SEQ):
 
 
 def columns(arrays, start, end):
-    return tuple(a[:, start:end] for a in arrays)
+    x, cos, sin = (a[:, start:end] for a in arrays)
+    return x, cos, sin
 
 
 def cache_of(layer, given, slots=SEQ):
@@ -62,6 +63,19 @@ def test_decoding_equals_prefill(options, seq):
         got, cache = decode(layer, *new, cache, jnp.full(2, start, jnp.int32))
         part = wanted[:, start : start + seq]
         np.testing.assert_allclose(got, part, rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_among_the_new_tokens_sees_no_cached_slot():
+    layer, args = layer_of(sliding_window=1), inputs()
+    lengths = jnp.full(2, 3, jnp.int32)
+    cache = cache_of(layer, columns(args, 0, 3))
+    stale = jnp.arange(SEQ) >= 3
+    cache = nn.LayerCache(
+        jnp.where(stale, jnp.nan, cache.key),
+        jnp.where(stale[:, None], jnp.nan, cache.value),
+    )
+    got, _ = layer.decode(*columns(args, 3, 6), cache, lengths)
+    np.testing.assert_allclose(got, layer(*args)[:, 3:6], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", CAPPED.values(), ids=CAPPED)

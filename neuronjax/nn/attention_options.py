@@ -124,7 +124,9 @@ def decode_window(
     if window is None:
         return None, None
     new = jnp.arange(seq, dtype=jnp.int32)
-    starts = jnp.maximum(lengths.astype(jnp.int32)[:, None] + new - window + 1, 0)
+    ends = jnp.maximum(lengths.astype(jnp.int32), 0)[:, None]
+    # A window among the new tokens has no slot; a start past the end would go around.
+    starts = jnp.maximum(jnp.minimum(ends, ends + new - window + 1), 0)
     key, query = new[:, None], new[None, :]
     seen = (key <= query) & (key > query - window)
     shape = (seq, lengths.shape[0], num_heads, seq)
