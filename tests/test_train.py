@@ -1,7 +1,10 @@
 """Training: the loss falls, runs resume to the bit and on other meshes."""
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -285,6 +288,25 @@ def test_the_command_trains_resumes_and_speaks(text, tmp_path):
     settled = CliRunner().invoke(app, bare)
     assert settled.exit_code == 0 and "step 8: loss" in settled.stderr
     assert dataclasses.replace(load_run(moved)[1], data=1).steps == 8
+
+
+def test_a_resumed_run_still_gets_its_devices(text, tmp_path):
+    """Its settings are read before jax starts, which then makes 8 devices of a CPU."""
+    train(config(tmp_path, text, steps=2, warmup=1, layers=1, **MESH))
+    code = f"""
+import jax
+from neuronjax.tools.devices import start_devices
+from neuronjax.tools.train.config import TrainConfig
+from neuronjax.tools.train.run import saved_config
+config = TrainConfig(**saved_config({str(tmp_path)!r}))
+start_devices(config.devices, "devices")
+print(len(jax.devices()))
+"""
+    few = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}
+    env = {k: v for k, v in os.environ.items() if k not in few}
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert told.stdout.strip() == "8", told.stderr
 
 
 def test_the_demo_shows_before_after_curve_and_macros(monkeypatch, tmp_path):

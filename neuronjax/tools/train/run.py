@@ -9,7 +9,7 @@ import jax
 from neuronjax.models.llama import Llama
 from neuronjax.tools.train.blueprint import Blueprint
 from neuronjax.tools.train.config import TrainConfig
-from neuronjax.tools.train.store import Store
+from neuronjax.tools.train.store import Store, finished_steps, read_facts
 from neuronjax.tools.train.windows import Text
 
 CHECKPOINTS, LOG, CURVE = "checkpoints", "log.jsonl", "loss.png"
@@ -23,16 +23,12 @@ FREE = {
 
 
 def saved_config(folder: str | Path) -> dict[str, Any]:
-    """The settings in the newest checkpoint of a run.
+    """The settings in the newest checkpoint of a run; reading them starts no jax.
 
     Raises:
         ValueError: there is no finished checkpoint.
     """
-    store = Store(require_run(folder))
-    try:
-        return store.facts(store.steps[-1])["config"]
-    finally:
-        store.close()
+    return read_facts(require_run(folder), finished(folder)[-1])["config"]
 
 
 def require_run(folder: str | Path) -> Path:
@@ -49,14 +45,7 @@ def require_run(folder: str | Path) -> Path:
 
 def finished(folder: str | Path) -> list[int]:
     """The steps of a run's finished checkpoints."""
-    place = Path(folder) / CHECKPOINTS
-    if not place.is_dir():
-        return []
-    store = Store(place)
-    try:
-        return store.steps
-    finally:
-        store.close()
+    return finished_steps(Path(folder) / CHECKPOINTS)
 
 
 def require_same(facts: dict[str, Any], config: TrainConfig, text: Text) -> None:

@@ -21,6 +21,23 @@ except ModuleNotFoundError as error:
 _ARRAYS, _FACTS = "arrays", "facts"
 
 
+def finished_steps(folder: str | Path) -> list[int]:
+    """The finished checkpoints in a folder, oldest first; none if there is no folder.
+
+    Like `read_facts` it leaves jax unstarted, so that a command may still ask for the
+    devices that a run says it needs.
+    """
+    folder = Path(folder)
+    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+
+
+def read_facts(folder: str | Path, step: int) -> dict[str, Any]:
+    """What was saved beside the arrays of a checkpoint."""
+    # Any: orbax names the path type of etils, and takes this one.
+    place: Any = Path(folder).absolute() / str(step) / _FACTS
+    return dict(ocp.JsonCheckpointHandler().restore(place))
+
+
 class Store:
     """Checkpoints by step, in one folder that one process writes at a time.
 
