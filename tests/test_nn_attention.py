@@ -95,8 +95,8 @@ def test_prefill_behind_a_prefix_equals_prefill(options):
         jnp.where(junk[:, None, :, None], jnp.nan, cache.value),
     )
     new = [columns(r, n, n + 3) for r, n in zip(rows, lengths, strict=True)]
-    new = tuple(jnp.concatenate(parts) for parts in zip(*new, strict=True))
-    got, cache = layer.extend(*new, cache, jnp.array(lengths, jnp.int32))
+    x, cos, sin = (jnp.concatenate(parts) for parts in zip(*new, strict=True))
+    got, cache = layer.extend(x, cos, sin, cache, jnp.array(lengths, jnp.int32))
     for row, length in enumerate(lengths):
         part = wanted[row, length : length + 3]
         np.testing.assert_allclose(got[row], part, rtol=2e-5, atol=2e-5)
@@ -224,3 +224,34 @@ def test_fused_decoders_refuse_options():
         require_dense(block)
     with pytest.raises(ValueError, match=f"MeshDecoder: nn.Attention must .*{wanted}"):
         require_plain("MeshDecoder", block)
+
+
+@pytest.mark.parametrize(
+    ("name", "odd", "got"),
+    [
+        ("segments", np.zeros((2, SEQ), np.float32), "float32"),
+        ("segments", np.zeros((1, SEQ), np.int32), "int32"),
+        ("segments", [[0] * SEQ] * 2, "list"),
+        ("lengths", np.zeros(1, np.int32), "int32"),
+    ],
+)
+def test_what_is_no_row_of_integers_for_each_sequence_is_refused(name, odd, got):
+    layer, args = layer_of(), inputs()
+    calls = [lambda: layer(*args, odd)]
+    if name == "lengths":
+        cache = nn.LayerCache.zeros(2, KV_HEADS, HEAD_DIM, SEQ, jnp.float32)
+        calls = [
+            lambda: layer.extend(*args, cache, odd),
+            lambda: layer.decode(*args, cache, odd),
+        ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"nn.Attention: {name} must be .*{got}"):
+            call()
+
+
+def test_no_sequence_at_all_is_refused_in_words_or_gives_nothing():
+    layer, none = layer_of(), inputs(batch=0)
+    with pytest.raises(ValueError, match="no axis of q, k and v may be empty"):
+        layer(*none)
+    packed = jnp.zeros((0, SEQ), jnp.int32)
+    assert layer(*none, packed).shape == (0, SEQ, WIDTH)

@@ -12,6 +12,7 @@ from neuronjax.nn.attention_options import (
     attend,
     attend_by_row,
     decode_window,
+    require_by_row,
     require_decoding,
     segment_bounds,
 )
@@ -134,6 +135,8 @@ class Attention(nnx.Module):
         segments: Int[Array, "batch seq"] | None = None,
     ) -> tuple[Array, Array, Array]:
         """The same, and the keys and values `[batch, num_kv_heads, seq, head_dim]`."""
+        if segments is not None:
+            require_by_row("segments", segments, x.shape[:2])
         heads = self._heads(x, cos, sin)
         seen: dict[str, Any] = dict(sink=self._sink(), dropout_key=self._dropout_key())
         if segments is None:
@@ -157,6 +160,7 @@ class Attention(nnx.Module):
 
         Returns the output, and the cache with the new tokens from slot `lengths[b]` on.
         """
+        require_by_row("lengths", lengths, x.shape[:1])
         heads = self._heads(x, cos, sin)
         seen: dict[str, Any] = dict(sink=self._sink(), dropout_key=self._dropout_key())
         prior = cache.key, cache.value, lengths
@@ -179,6 +183,7 @@ class Attention(nnx.Module):
             ValueError: the layer is not causal, caps its scores, or drops weights.
         """
         require_decoding(self.options, dropping=self._is_dropping())
+        require_by_row("lengths", lengths, x.shape[:1])
         query, key, value = self._heads(x, cos, sin)
         starts, mask = decode_window(self.options, lengths, x.shape[1], self.num_heads)
         sink = self._sink()
@@ -233,7 +238,8 @@ class Attention(nnx.Module):
             num_kv_heads=self.num_kv_heads,
         )
         fused = self._project(x, gamma, options)
-        heads = fused.reshape(*x.shape[:2], -1, self.head_dim)
+        count = self.num_heads + 2 * self.num_kv_heads
+        heads = fused.reshape(*x.shape[:2], count, self.head_dim)
         ends = [self.num_heads, self.num_heads + self.num_kv_heads]
         query, key, value = jnp.split(heads, ends, 2)
         front = functools.partial(jnp.moveaxis, source=2, destination=1)

@@ -41,6 +41,19 @@ class AttentionOptions:
         require_rate("Attention", dropout_rate=self.dropout_rate)
 
 
+def require_by_row(name: str, given: Any, shape: tuple[int, ...]) -> None:
+    """Refuses what is not an array of integers with a row for each sequence."""
+    dtype = getattr(given, "dtype", None)
+    whole = dtype is not None and (
+        jnp.dtype(dtype) == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
+    )
+    if not whole or given.shape != shape:
+        got = type(given).__name__ if dtype is None else f"{dtype} {given.shape}"
+        raise ValueError(
+            f"nn.Attention: {name} must be integers of shape {shape}, got {got}"
+        )
+
+
 def segment_bounds(
     segments: Int[Array, "batch seq"],
 ) -> tuple[Int[Array, "batch seq 1"], Int[Array, "batch seq 1"]]:
