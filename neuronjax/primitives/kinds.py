@@ -18,6 +18,11 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
+def is_on(value: Any) -> bool:
+    """Whether a switch is True: Python's, or NumPy's that a comparison gives."""
+    return is_flag(value) and bool(value)
+
+
 def is_number(x: Any, *others: Any) -> bool:
     """Whether `x` is one of `others`, or a real number that is known while tracing."""
     if any(x is other for other in others):

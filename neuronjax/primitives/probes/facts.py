@@ -9,7 +9,7 @@ import numpy as np
 from neuronjax.context import settings
 from neuronjax.kernels.dtypes import accumulator
 from neuronjax.kernels.hw_ubench.plan import default_size
-from neuronjax.primitives.kinds import is_count
+from neuronjax.primitives.kinds import is_count, is_on
 from neuronjax.primitives.options import FLOATS, odd_dtype
 from neuronjax.primitives.probes import plan
 from neuronjax.primitives.tile import MemrefTile
@@ -123,7 +123,7 @@ def _ints(*sizes: Any) -> list[int]:
 
 def _out_shape(call: SimpleNamespace, sizes: dict[str, Any], stacked: bool) -> tuple:
     shape = (sizes["m"], sizes["n"])
-    shape = shape[::-1] if call.transpose is True else shape
+    shape = shape[::-1] if is_on(call.transpose) else shape
     return (sizes["tiles"], *shape) if stacked else shape
 
 

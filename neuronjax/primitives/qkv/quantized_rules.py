@@ -11,6 +11,7 @@ import numpy as np
 from neuronjax.kernels.quantization.fp8 import is_fp8, largest
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
+from neuronjax.primitives.kinds import is_flag, is_on
 from neuronjax.primitives.options import QKVOutputLayout, QuantizationType
 from neuronjax.primitives.qkv.facts import (
     ALL,
@@ -57,8 +58,8 @@ def _given(c: SimpleNamespace, *names: str) -> list[bool]:
 
 def _asks_for_caches(c: SimpleNamespace) -> bool:
     options = [getattr(c, name, None) for name in _KV_OPTIONS]
-    asked = any(x is not None and x is not False for x in options)
-    return asked or any(_given(c, *_CACHES, "slots"))
+    asked = [x is not None and (is_on(x) or not is_flag(x)) for x in options]
+    return any(asked) or any(_given(c, *_CACHES, "slots"))
 
 
 def _blocked(c: SimpleNamespace) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from neuronjax.primitives import contracts
 from neuronjax.primitives.contracts import Contract
 from neuronjax.primitives.flags import only_flags
-from neuronjax.primitives.kinds import described, is_flag, is_number
+from neuronjax.primitives.kinds import described, is_flag, is_number, is_on
 from neuronjax.primitives.options import FLOATS
 from neuronjax.primitives.tile import MemrefTile
 
@@ -125,7 +125,7 @@ def _unlike(call: SimpleNamespace, given: dict[str, Any], sizes: tuple) -> str:
 
 def _result(call: SimpleNamespace, shape: tuple, axes: tuple | None) -> tuple:
     """The shape of a reduction."""
-    if getattr(call, "keepdims", False) is True:
+    if is_on(getattr(call, "keepdims", False)):
         return tuple(1 if i in (axes or ()) else n for i, n in enumerate(shape))
     return tuple(n for i, n in enumerate(shape) if i not in (axes or ()))
 
