@@ -103,6 +103,14 @@ def test_every_name_resolves_to_a_family_that_has_it(name):
         assert callable(getattr(neuronjax.emit, entry.emitter))
 
 
+def test_a_call_that_does_not_fit_names_the_function():
+    q = jnp.ones((2, 8, 4))
+    with pytest.raises(TypeError, match=r"^attention_cte\(\) .*near.*: causal_mask$"):
+        neuronjax.attention_cte(q, q, q, causal=True)
+    with pytest.raises(TypeError, match=r"^rms_norm\(\) missing .*'scale'$"):
+        neuronjax.can("rms_norm", q)
+
+
 def test_an_unknown_name_lists_near_matches():
     with pytest.raises(ValueError, match="got 'RoPe'; near matches: RoPE"):
         neuronjax.resolve_kernel_config("RoPe")

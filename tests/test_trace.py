@@ -72,3 +72,15 @@ def test_the_table_prints():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(neuronjax.trace(neuronjax.RoPE, X, TABLE, TABLE))
     assert "RoPE" in console.export_text()
+
+
+def test_no_name_is_folded_in_a_narrow_terminal():
+    q = jnp.ones((2, 8, 4))
+    traced = neuronjax.trace(lambda q: neuronjax.attention_cte(q, q, q, tp_k=True), q)
+    name = "CausalAttentionMMSoftmaxMMWithoutSwap"
+    for width in (80, 160):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(traced)
+        text = console.export_text()
+        assert name in text and "tp_q=True" in text and "f32[2,4,8]" in text
+    assert name in str(traced) and "MFLOP" in str(traced)

@@ -363,6 +363,16 @@ def test_the_report_is_a_table():
         assert word in text
 
 
+def test_no_number_of_a_report_is_cut_in_a_narrow_terminal():
+    report = neuronjax.verify("QKVBwd")  # more outputs than stand side by side
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report)
+    text = console.export_text()
+    assert "…" not in text and text.count("partition, chunk") > 1
+    for output in report.outputs:
+        assert output.worst is None or f"{output.worst.absolute:.3g}" in text
+
+
 def test_the_command_verifies_a_name_and_a_function(monkeypatch):
     for op in ("CumSum", "cumsum"):
         result = CliRunner().invoke(app, ["verify", op, "--seed", "2", "--size", "3"])

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from neuronjax.primitives.options import unbuilt
+from neuronjax.primitives.options import bind_call, unbuilt
 from neuronjax.primitives.tile import MIXED, MemrefTile
 
 TAGS = ("math", "hw")
@@ -263,7 +263,7 @@ def rows_of(function: str) -> list[Contract]:
 
 
 def _call(name: str, args: tuple, kwargs: Mapping[str, Any]) -> SimpleNamespace:
-    bound = FUNCTIONS[name].signature.bind(*args, **kwargs)
+    bound = bind_call(name, FUNCTIONS[name].signature, args, kwargs)
     bound.apply_defaults()
     return SimpleNamespace(function=name, **bound.arguments)
 

@@ -1,5 +1,6 @@
 """The enums of aws-neuron/nki-library; every function takes a member or its name."""
 
+import difflib
 import enum
 import functools
 import inspect
@@ -178,7 +179,7 @@ def refuses(instead: str = "", **off: object) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
-            given = signature.bind(*args, **kwargs).arguments
+            given = bind_call(function.__name__, signature, args, kwargs).arguments
             reason = unbuilt(function.__name__, given)
             if reason is not None:
                 raise NotImplementedError(reason)
@@ -187,6 +188,25 @@ def refuses(instead: str = "", **off: object) -> Callable[[Function], Function]:
         return cast(Function, checked)
 
     return mark
+
+
+def bind_call(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by parameter.
+
+    Raises:
+        TypeError: the call does not fit the signature; the message names the function
+            and, for an unknown argument, those of similar names.
+    """
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        near: list[str] = []
+        for given in (given for given in kwargs if given not in signature.parameters):
+            near += difflib.get_close_matches(given, signature.parameters)
+        hint = f"; near matches: {', '.join(near)}" if near else ""
+        raise TypeError(f"{name}() {error}{hint}") from None
 
 
 # By function: what is built instead of the options, and their off values.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import io
 import math
 import pathlib
 from collections.abc import Callable, Iterator
@@ -132,23 +133,19 @@ class Trace:
 
         return render_trace(self, path, subtree_renderer)
 
-    def __rich__(self):
+    def __rich__(self) -> Any:
         """The table that `rich` prints."""
-        from rich.table import Table  # a picture only: `import neuronjax` stays quick
+        from neuronjax.tools.tables_that_fit import Macros
 
-        count = sum(row.count for row in self.rows)
-        table = Table(title=f"{count} macro{'s' * (count != 1)}")
-        for column in ("NAME", "tiled", "leaf", "count", "operands", "config"):
-            table.add_column(column, overflow="fold")
-        table.add_column("MFLOP", justify="right")
-        table.add_column("MB", justify="right")
-        for row in self.rows:
-            shapes = ", ".join(row.shapes) + (" vmap" * row.vmapped)
-            config = ", ".join(f"{k}={v}" for k, v in row.config)
-            numbers = f"{row.flops / 1e6:.3g}", f"{row.bytes / 1e6:.3g}"
-            names = row.name, "yes" if row.tiled else "no", row.leaf, str(row.count)
-            table.add_row(*names, shapes, config, *numbers)
-        return table
+        return Macros(self.rows)
+
+    def __str__(self) -> str:
+        """The table as text."""
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=160, color_system=None).print(self)
+        return text.getvalue().rstrip()
 
 
 def trace(fun: Callable, *args: Any, **kwargs: Any) -> Trace:
@@ -161,7 +158,7 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Trace:
 
     Returns:
         The table: NAME, whether tiled, leaf, count, operand shapes, config, FLOPs,
-        bytes. `rich.print` shows it.
+        bytes. `print` shows it, and `rich.print` as wide as the terminal is.
 
     Example:
         >>> import jax, neuronjax

@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+from neuronjax.tools.tables_that_fit import Fitting
 from neuronjax.tools.verify.comparison import Comparison, Worst
 
 _COLUMNS = ("output", "worst element", "partition, chunk", "f", "float64")
@@ -50,7 +51,8 @@ class Verification:
         """The table that `rich` prints."""
         from rich.console import Group
 
-        return Group(self._errors(), self._histogram(), *self._words())
+        tables = Fitting(self._errors()), Fitting(self._histogram())
+        return Group(*tables, *self._words())
 
     def __str__(self) -> str:
         """The same as plain text, 120 columns wide or less."""
