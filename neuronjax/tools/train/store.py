@@ -92,6 +92,9 @@ class Store:
             like: `jax.ShapeDtypeStruct`s in the structure of what was saved; their
                 shardings say where each array goes, whatever mesh it came from.
             partial: `like` has only some of the arrays.
+
+        Raises:
+            ValueError: the files are damaged.
         """
         named = _by_name(like)
         if partial:
@@ -103,7 +106,17 @@ class Store:
         else:
             restore = ocp.args.StandardRestore(named)
         items = {_ARRAYS: restore}
-        found = self._manager.restore(step, args=ocp.args.Composite(**items))[_ARRAYS]
+        try:
+            held = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # orbax raises that itself, for damaged numbers
+            if type(error) is not Exception and "OCDBT" not in str(error):
+                raise
+            cause = str(error.__cause__ or error).partition("\n")[0]
+            raise ValueError(
+                f"{self.folder / str(step)}: cannot be read; without this folder a run "
+                f"goes on from the checkpoint before it: {cause}"
+            ) from error
+        found = held[_ARRAYS]
         return jax.tree.unflatten(jax.tree.structure(like), [found[k] for k in named])
 
     def close(self) -> None:
