@@ -120,6 +120,7 @@ def test_one_token_still_has_a_pace(folder):
         (("run", "{folder}", "x", "--max-tokens", 128), "max_seq = 128, got 1 + 128"),
         (("run", "{folder}", "x", "--top-p", 2), "top_p must be in (0, 1]"),
         (("run", "{folder}", "x", "--devices", 99), "--devices: expected at most 8"),
+        (("run", "{folder}", "x", "--devices", 99999), "expected at most 1024 devices"),
         (
             ("run", "{folder}", "x", "--tensor", 4),
             "the 4 ranks of 'tensor' must divide the key heads, got num_kv_heads = 2",

@@ -1,10 +1,12 @@
 """`neuronjax.diff`: two macro tables side by side."""
 
 import functools
+import io
 
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 from typer.testing import CliRunner
 
 import neuronjax
@@ -29,6 +31,25 @@ def test_alike_functions_do_not_differ():
     assert not difference and difference.differing == ()
     assert kinds(difference) == [("NeuronReduceMacro", "same")]
     assert "A and B emit the same macros" in str(difference)
+
+
+def test_no_name_is_folded_in_a_narrow_terminal():
+    """Both sides stand in one column, and an absent one is a dash."""
+    q = jax.ShapeDtypeStruct((8, 256, 64), "float32")
+
+    def attention(causal):
+        def call(q):
+            return neuronjax.attention_cte(q, q, q, tp_k=True, causal_mask=causal)
+
+        return call
+
+    difference = neuronjax.diff(attention(True), attention(False), q)
+    console = rich.console.Console(width=80, record=True, file=io.StringIO())
+    console.print(difference)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "CausalAttentionMMSoftmaxMMWithoutSwap" in text
+    assert "1 → -" in text and "- → 1" in text
 
 
 def test_counts_differ():

@@ -2,6 +2,8 @@
 
 import contextlib
 
+_MOST = 1024  # a CPU that is cut into tens of thousands answers nothing for minutes
+
 
 def ask_for_devices(count: int) -> None:
     """Asks for at least `count` CPU devices; in vain where jax has started already."""
@@ -22,11 +24,13 @@ def start_devices(count: int, option: str) -> None:
         option: what the user asked for them with, for the error.
 
     Raises:
-        ValueError: there are fewer, since the program has started jax already or has a
-            backend other than the CPU.
+        ValueError: `count` is over 1024, or there are fewer, since the program has
+            started jax already or has a backend other than the CPU.
     """
     import jax
 
+    if count > _MOST:
+        raise ValueError(f"{option}: expected at most {_MOST} devices, got {count}")
     ask_for_devices(count)
     if len(jax.devices()) < count:
         raise ValueError(

@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from neuronjax.tools.tables_that_fit import NARROW
 from neuronjax.tools.trace import MacroRow, Trace, trace
 
 _MARKS = {"same": "", "count": "≠", "changed": "≠", "only a": "<", "only b": ">"}
+_UNITS = ("count", "MFLOP", "MB")
 _STYLES = {"same": "dim", "count": "yellow", "changed": "yellow"}
 _STYLES |= {"only a": "red", "only b": "green"}
 
@@ -26,6 +28,11 @@ class DiffRow:
     name: str
     a: MacroRow | None
     b: MacroRow | None
+
+    @property
+    def sides(self) -> tuple[list[MacroRow], list[MacroRow]]:
+        """What each table has."""
+        return [self.a] if self.a else [], [self.b] if self.b else []
 
     @property
     def kind(self) -> str:
@@ -71,20 +78,42 @@ class Difference:
         """Whether anything differs, as `diff` of two files says."""
         return bool(self.differing)
 
-    def __rich__(self) -> Any:
-        """The table that `rich` prints."""
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        """The table that `rich` prints, in which a NAME is never folded."""
+        yield self._narrow() if options.max_width < NARROW else self._wide()
+
+    def _wide(self) -> Any:
         from rich.table import Table  # a picture only: `import neuronjax` stays quick
 
         table = Table(title=self._title())
         for column in ("", "NAME", "operands", "config"):
             table.add_column(column, overflow="fold")
-        for unit in ("count", "MFLOP", "MB"):
+        for unit in _UNITS:
             for title in self.titles:
                 table.add_column(f"{unit} {title}", justify="right", overflow="fold")
         for row in self.rows:
-            table.add_row(*_cells(row), style=_STYLES[row.kind])
+            numbers = itertools.chain(*_numbers(*row.sides))
+            table.add_row(*_words(row), *numbers, style=_STYLES[row.kind])
         table.add_section()
-        table.add_row("", "all", "", "", *_numbers(self.a.rows, self.b.rows))
+        totals = itertools.chain(*_numbers(self.a.rows, self.b.rows))
+        table.add_row("", "all", "", "", *totals)
+        return table
+
+    def _narrow(self) -> Any:
+        """Operands and config stand below the NAME, both sides in one column."""
+        from rich.table import Table
+
+        table = Table(title=self._title(), show_lines=True)
+        for column in ("", "NAME"):
+            table.add_column(column, overflow="fold")
+        for unit in _UNITS:
+            table.add_column(unit, justify="right", overflow="fold")
+        for row in self.rows:
+            mark, *words = _words(row)
+            numbers = map(_both, _numbers(*row.sides))
+            text = "\n".join(filter(None, words))
+            table.add_row(mark, text, *numbers, style=_STYLES[row.kind])
+        table.add_row("", "all", *map(_both, _numbers(self.a.rows, self.b.rows)))
         return table
 
     def __str__(self) -> str:
@@ -185,16 +214,16 @@ def _form(row: MacroRow) -> str:
     return "tiles" if row.tiled else "tensors"
 
 
-def _cells(row: DiffRow) -> tuple[str, ...]:
+def _words(row: DiffRow) -> tuple[str, ...]:
+    """Mark, NAME, operands and config."""
     a, b = row.a or row.b, row.b or row.a
     assert a is not None and b is not None
     shapes = _shapes(a)
     if _shapes(b) != shapes:
         shapes = f"{shapes} → {_shapes(b)}"
     config = ", ".join(row.changes if row.kind == "changed" else _config(a))
-    numbers = _numbers([row.a] if row.a else [], [row.b] if row.b else [])
     text = (shapes.replace("[", r"\["), config.replace("[", r"\["))
-    return _MARKS[row.kind], row.name, *text, *numbers
+    return _MARKS[row.kind], row.name, *text
 
 
 def _shapes(row: MacroRow) -> str:
@@ -205,11 +234,23 @@ def _config(row: MacroRow) -> Iterator[str]:
     return (f"{key}={value}" for key, value in row.config)
 
 
-def _numbers(a: Any, b: Any) -> Iterator[str]:
-    """Counts, MFLOPs and MBs of both sides."""
-    sides = (a, b)
-    yield from (str(sum(r.count for r in rows)) if rows else "" for rows in sides)
+def _numbers(a: Any, b: Any) -> Iterator[tuple[str, str]]:
+    """Counts, MFLOPs and MBs, each of both sides; an absent side is empty."""
+    yield _count(a), _count(b)
     for unit in ("flops", "bytes"):
-        for rows in sides:
-            total = sum(r.count * getattr(r, unit) for r in rows) / 1e6
-            yield f"{total:.3g}" if rows else ""
+        yield _millions(a, unit), _millions(b, unit)
+
+
+def _count(rows: Sequence[MacroRow]) -> str:
+    return str(sum(row.count for row in rows)) if rows else ""
+
+
+def _millions(rows: Sequence[MacroRow], unit: str) -> str:
+    total = sum(row.count * getattr(row, unit) for row in rows) / 1e6
+    return f"{total:.3g}" if rows else ""
+
+
+def _both(numbers: tuple[str, str]) -> str:
+    """One number where both sides have it, else the first → the second."""
+    a, b = numbers
+    return a if a == b else f"{a or '-'} → {b or '-'}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _ANY_WIDTH = 10_000
 _AT_ONCE = 3  # rows that stand side by side in 80 columns
-_NARROW = 130  # columns, in which a NAME would be folded
+NARROW = 130  # columns, in which a NAME would be folded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Macros:
         from rich.table import Table
 
         count = sum(row.count for row in self.rows)
-        narrow = options.max_width < _NARROW
+        narrow = options.max_width < NARROW
         title = f"{count} macro{'s' * (count != 1)}"
         table = Table(title=title, show_lines=narrow)
         words = ("tiled", "leaf", "count", "operands", "config")
