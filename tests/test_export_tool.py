@@ -289,6 +289,12 @@ def test_a_file_is_read_back(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["norm.jaxexport"]
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    program = neuronjax.export(jnp.sin, jnp.ones(2))
+    with pytest.raises(FileNotFoundError, match="no: expected a folder, none is there"):
+        program.save(tmp_path / "no" / "x.bin")
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "norm.jaxexport"
     path.write_bytes(b"before")

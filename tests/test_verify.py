@@ -387,10 +387,11 @@ def test_the_command_verifies_a_name_and_a_function(monkeypatch):
     assert result.exit_code == 1 and "NO" in result.stdout
 
 
-def test_the_command_refuses_an_unknown_op_in_one_line():
-    result = CliRunner().invoke(app, ["verify", "qvk"])
+@pytest.mark.parametrize(("op", "near"), [("qvk", "qkv"), ("RMSNorm", "rms_norm")])
+def test_the_command_refuses_an_unknown_op_in_one_line(op, near):
+    result = CliRunner().invoke(app, ["verify", op])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert "near matches: qkv" in result.stderr
+    assert f"near matches: {near}" in result.stderr
 
 
 def test_every_function_of_the_command_is_public_and_its_names_are_in_the_catalog():

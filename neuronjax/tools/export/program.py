@@ -118,8 +118,14 @@ class ExportedProgram:
         return plain_tree(opened(lambda *args: args, args)[1])
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
-        """Writes the file, whole or not at all; returns its path."""
+        """Writes the file, whole or not at all; returns its path.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+        """
         path = pathlib.Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path.parent}: expected a folder, none is there")
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             part.write_bytes(self.blob)

@@ -87,10 +87,17 @@ def labels_of(op: str, asked: str = "verify: OP") -> list[str]:
         names = list(FUNCTIONS.get(op, ()))
     found = [label for label in known if label.split(" ")[0] in names]
     if not found:
-        near = difflib.get_close_matches(op, [*known, *FUNCTIONS], n=3, cutoff=0.5)
-        hint = f"; near matches: {', '.join(near)}" if near else ""
+        spelled = {_letters(name): name for name in (*known, *FUNCTIONS)}
+        near = difflib.get_close_matches(_letters(op), spelled, n=3, cutoff=0.5)
+        told = ", ".join(spelled[each] for each in near)
+        hint = f"; near matches: {told}" if told else ""
         raise ValueError(
             f"{asked} must be a macro NAME or a function that emits one, "
             f"got {op!r}{hint}"
         )
     return found
+
+
+def _letters(name: str) -> str:
+    """The name without case and underscores: RMSNorm comes near rms_norm."""
+    return name.lower().replace("_", "")
