@@ -101,7 +101,7 @@ def mlp(
     Args:
         hidden_tensor: `h`, `[B, S, H]` or `[T, H]`. In prefill also float8_e4m3, for
             ROW packed as `[B, S, H + 4]`: the last four bytes of a row are its float32
-            scale `a`, little-endian (`neuronjax.kernels.quantization.fp8.pack_rows`).
+            scale `a`, little-endian (`neuronjax.pack_rows`).
             Such an `h` takes no norm and no addition, and needs `output_dtype`.
         gate_proj_weights_tensor: `[H, I]`, for MX `[128, H/512, I]` containers.
             Ignored, and may be None, with `skip_gate_proj`; so is its scale.
