@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from neuronjax.primitives.options import bind_call, unbuilt
+from neuronjax.primitives.options import bind_call, refusal
 from neuronjax.primitives.tile import MIXED, MemrefTile
 
 TAGS = ("math", "hw")
@@ -236,7 +236,7 @@ def can(op: str | Callable, /, *args: Any, **kwargs: Any) -> Report:
     wrong = _array_for_setting(name, call)
     if wrong:
         return Report(name, (Violation(f"{name}.static", "math", wrong),))
-    reason = unbuilt(name, vars(call))
+    reason = refusal(name, vars(call))
     if reason is not None:
         return Report(name, (Violation(f"{name}.refused_option", "math", reason),))
     broken = _broken(name, call)

@@ -164,10 +164,11 @@ _NO_MEANING = {
 def refuses(instead: str = "", **off: object) -> Callable[[Function], Function]:
     """Marks options that refuse, and never answer wrongly.
 
-    They are not built yet, or are about memory on chip and have no meaning for arrays.
+    They are about memory on chip, which arrays do not have, or are not built yet: the
+    message says which.
 
     Args:
-        instead: what is built in place of those that are not, for the message.
+        instead: what is built in place of those that are not yet, for the message.
         **off: for each option, the value that leaves it off, or a tuple of them; a
             call with another one raises `NotImplementedError` before anything else is
             looked at.
@@ -175,12 +176,12 @@ def refuses(instead: str = "", **off: object) -> Callable[[Function], Function]:
 
     def mark(function: Function) -> Function:
         signature = inspect.signature(function)
-        _UNBUILT[function.__name__] = instead, off
+        _REFUSED[function.__name__] = instead, off
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
             given = bind_call(function.__name__, signature, args, kwargs).arguments
-            reason = unbuilt(function.__name__, given)
+            reason = refusal(function.__name__, given)
             if reason is not None:
                 raise NotImplementedError(reason)
             return function(*args, **kwargs)
@@ -209,13 +210,13 @@ def bind_call(
         raise TypeError(f"{name}() {error}{hint}") from None
 
 
-# By function: what is built instead of the options, and their off values.
-_UNBUILT: dict[str, tuple[str, Mapping[str, object]]] = {}
+# By function: what is built instead of options that are not yet, and all off values.
+_REFUSED: dict[str, tuple[str, Mapping[str, object]]] = {}
 
 
-def unbuilt(function: str, given: Mapping[str, object]) -> str | None:
+def refusal(function: str, given: Mapping[str, object]) -> str | None:
     """Why a call is refused: the first option that `refuses` marks; None if none is."""
-    instead, off = _UNBUILT.get(function, ("", {}))
+    instead, off = _REFUSED.get(function, ("", {}))
     for name, none in off.items():
         if name not in given:
             continue

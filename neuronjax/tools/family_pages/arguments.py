@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from neuronjax.primitives.options import unbuilt
+from neuronjax.primitives.options import refusal
 from neuronjax.primitives.tile import MemrefTile
 from neuronjax.tools.family_pages import docstring
 from neuronjax.tools.family_pages.table import code, table
@@ -196,7 +196,7 @@ def refused_options(function: Callable) -> Mapping[str, str]:
             for member in leaf
         ]
         for value in (*members, True, 1, object()):
-            reason = unbuilt(function.__name__, {argument.name: value})
+            reason = refusal(function.__name__, {argument.name: value})
             if reason is not None:
                 found[argument.name] = reason
                 break
