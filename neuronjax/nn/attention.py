@@ -138,7 +138,7 @@ class Attention(nnx.Module):
         if segments is not None:
             require_by_row("segments", segments, x.shape[:2])
         heads = self._heads(x, cos, sin)
-        seen: dict[str, Any] = dict(sink=self._sink(), dropout_key=self._dropout_key())
+        seen = self._seen()
         if segments is None:
             out = attend(heads, self.options, **seen)
         else:
@@ -162,7 +162,7 @@ class Attention(nnx.Module):
         """
         require_by_row("lengths", lengths, x.shape[:1])
         heads = self._heads(x, cos, sin)
-        seen: dict[str, Any] = dict(sink=self._sink(), dropout_key=self._dropout_key())
+        seen = self._seen()
         prior = cache.key, cache.value, lengths
         out = attend_by_row(heads, self.options, **seen, prior=prior)
         return self._out(out), cache.write(heads[1], heads[2], lengths)
@@ -220,6 +220,10 @@ class Attention(nnx.Module):
         if self.dropout is None or self.deterministic:
             return None
         return self.dropout()
+
+    def _seen(self) -> dict[str, Any]:
+        """What prefill attention takes beside the heads and the options."""
+        return dict(sink=self._sink(), dropout_key=self._dropout_key())
 
     def _sink(self) -> Array | None:
         return None if self.sink is None else at_dtype(self.sink, self.dtype)
